@@ -1,0 +1,82 @@
+"""The arena: memory that is handed out, comes back, and is handed out again.
+
+A training step asks for the same sizes over and over. Fresh memory from the operating system costs a page fault per 4 KiB,
+which at these sizes takes longer than the arithmetic on it, so blocks are kept in one list a size class (eight classes per
+power of two: at most an eighth is wasted). New small blocks are cut off a slab of 64 KiB, since asking for each costs more.
+
+A block comes back when the last reference to its array dies. The memory beneath is a ctypes array, not a NumPy one, so that
+NumPy makes every view refer to the array that was handed out: one weak reference to it sees the end of all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Arena", "size_class"]
+
+_ALIGNMENT = 64
+_SLAB = 65536
+_SMALL = 2048  # bytes of a block that is cut off a slab
+
+# What kernels take for a moment comes from the C library. glibc gives large blocks back to the operating system when they are
+# freed, "large" being what is above a threshold that rises to the largest block freed so far: this one, of which no page is used.
+np.empty(1 << 24, np.uint8)
+
+
+def size_class(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of 64 and of an eighth of the power of two below."""
+    step = max(_ALIGNMENT, 1 << max(nbytes - 1, 0).bit_length() >> 4)
+    return -(-nbytes // step) * step
+
+
+class Arena:
+    """Blocks of memory in size classes.
+
+    Attributes:
+        reserved: bytes that the arena has taken from the operating system, handed out or not.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: defaultdict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size class
+        self._free_for: dict[int, list[tuple[Any, int]]] = {}  # the same lists, by bytes that have been asked for
+        self._alive: dict[int, weakref.ref[np.ndarray]] = {}
+        self._slab: tuple[Any, int, int] = (None, 0, 0)  # memory, and where its unused part begins and ends
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype, nbytes: int, on_return: Callable[[], None]) -> np.ndarray:
+        """An uninitialised C-ordered array, aligned to 64 bytes; ``on_return`` is called when it and all its views are dead."""
+        free = self._free_for.get(nbytes)
+        if free is None:
+            free = self._free_for[nbytes] = self._free[size_class(nbytes)]
+        block = free.pop() if free else self._reserve(size_class(nbytes))
+        array = np.ndarray(shape, dtype, *block)
+        alive, key = self._alive, id(array)
+
+        def died(_: weakref.ref[np.ndarray]) -> None:
+            del alive[key]
+            free.append(block)
+            on_return()
+
+        alive[key] = weakref.ref(array, died)
+        return array
+
+    def _reserve(self, size: int) -> tuple[Any, int]:
+        if size > _SMALL:
+            return self._take(size)
+        memory, start, end = self._slab
+        if start + size > end:
+            memory, start = self._take(_SLAB)
+            end = start + _SLAB
+        self._slab = memory, start + size, end
+        return memory, start
+
+    def _take(self, size: int) -> tuple[Any, int]:
+        self.reserved += size
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        return (ctypes.c_char * memory.nbytes).from_buffer(memory.data), -memory.ctypes.data % _ALIGNMENT
