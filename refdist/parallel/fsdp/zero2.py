@@ -1,0 +1,119 @@
+"""ZeRO 2: as ZeRO 1, but a rank keeps its own rows of the gradients only.
+
+    backward     ▇ head ▇ layer 3 ▇ layer 2 ▇ …          every micro-batch
+    network             ░░ head ░░░ layer 3 ░░ …         reduce-scatter
+    own rows               += head    += layer 3 …
+
+Whole gradients cannot be accumulated where only rows are kept, so that each micro-batch is reduced on its own: m times the bytes
+for m micro-batches (Rajbhandari et al. 2020, section 5.2). A gradient lives from its kernel to the end of its reduce-scatter; of
+at most two layers they are alive at once.
+
+In rank order with several micro-batches the grouping is that of data parallelism: first over a rank's micro-batches, then over
+the ranks. So each rank's contributions are exchanged unsummed (an all-to-all, as many bytes as a reduce-scatter), and the owner
+keeps one sum for each rank until the step ends: as much memory as whole gradients. The two uses of a tied matrix are kept apart
+as well, and travel apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from refdist.model.layout import EMBEDDING, HEAD
+from refdist.numerics.rounding import store
+from refdist.ops import add
+from refdist.parallel.fsdp import zero1
+from refdist.parallel.stage import Piece
+
+__all__ = ["Storage"]
+
+
+class Storage(zero1.Storage):
+    """Whole parameters, gradients by rows."""
+
+    def _make_gradients(self) -> None:
+        like = next(iter(self.parameters.values()))
+        self.gradients = {}
+        for name, row in self.rows.items():
+            mine = self.own(name)
+            shape = (mine.stop - mine.start, *row.shape[1:])
+            self.gradients[name] = self.device.empty(like, shape, "gradient", self.accumulation)
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Forget the gradients of the step before; so many micro-batches will follow."""
+        super().begin_step(micro_batches)
+        self._apart = self.plan.order == "rank" and micro_batches > 1
+        self._micro_batches = micro_batches
+        self._missing = dict.fromkeys(self.rows, micro_batches)
+        self._by_rank: dict[str, np.ndarray] = {}  # name -> [rank · own rows, …]: the sum of each rank's micro-batches
+
+    def add(self, name: str, kernel: Callable[..., Any], *args: Any) -> None:
+        """Compute a weight gradient and start its reduce-scatter."""
+        gradient = self.device.call(kernel, *args, category="gradient")
+        if name not in self.rows and not self._apart:  # the head's use of a tied matrix waits for the embedding's
+            self._head = self._first_term(gradient) if self._head is None else add(self._head, gradient)
+            return
+        if name == EMBEDDING and self._head is not None:
+            gradient = add(self._first_term(gradient), self._head)
+            self._head = None
+        self._scatter(name, gradient)
+
+    def _scatter(self, name: str, gradient: np.ndarray) -> None:
+        if self._apart:  # [own rows of rank 0, then of rank 1, …]
+            work = self.group.start("all_to_all", self._travelling(gradient), label=f"exchange of {name}")
+        else:
+            total = self.gradients[name]
+            out = total if name in self._untouched else self.device.empty(total, None, "communication")
+            work = self._start_scatter(name, gradient, out)
+        self._untouched.discard(name)
+        self._scattering.append((name, work))
+
+    def _collect(self) -> None:
+        """The oldest reduce-scatter ends, and is added to what earlier micro-batches gave."""
+        name, work = self._scattering.popleft()
+        shard = work.wait()
+        if self._apart:
+            if name in self._by_rank:
+                add(self._by_rank[name], shard)
+            else:
+                self._by_rank[name] = self.device.copy(shard, "gradient", self.accumulation)
+            return
+        total = self.gradients[name]
+        if self._missing[name] == self._micro_batches:
+            if shard is not total:
+                store(shard, total)
+        else:
+            add(total, shard)
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            self._reduce_over_replicas(name)
+
+    def done(self, piece: Piece) -> None:
+        """Wait for the pieces before this one, which have had the time of this one's backward."""
+        self._remaining[piece] -= 1
+        names = self.names(piece)
+        while self._scattering and self._scattering[0][0] not in names:  # never when it happens to end: all ranks keep one order
+            self._collect()
+
+    def reduce(self) -> None:
+        """Wait until this rank's rows have been summed over all ranks: called once, after the last micro-batch."""
+        while self._scattering:
+            self._collect()
+        if self._apart:
+            self._add_in_rank_order()
+        super().reduce()
+
+    def _add_in_rank_order(self) -> None:
+        head = self._by_rank.pop(HEAD, None) if HEAD not in self.rows else None
+        for name, by_rank in self._by_rank.items():
+            if head is not None and name == EMBEDDING:
+                add(by_rank, head)
+            total = self.gradients[name]
+            contributions = by_rank.reshape(self.group.size, *total.shape)
+            np.copyto(total, contributions[0])
+            for contribution in contributions[1:]:
+                add(total, contribution)
+            self._reduce_over_replicas(name)
+        self._by_rank.clear()
