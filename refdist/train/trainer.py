@@ -1,0 +1,144 @@
+"""``Trainer``: a model, a plan and an optimizer on this rank; one call a step.
+
+    step:  cut the batch ─▶ forward, backward of each micro-batch ─▶ reduce gradients ─▶ global norm, clip ─▶ update
+
+With loss scaling the step is skipped where any gradient on any rank is infinite or NaN. All ranks know that at once, since the
+global norm is then infinite or NaN too, and it is the same number everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from refdist.comm import Comm
+from refdist.device import Device
+from refdist.model.config import ModelConfig
+from refdist.model.params import init_params
+from refdist.numerics.loss_scale import LossScale, loss_scale_of
+from refdist.ops import accumulation_dtype
+from refdist.optim import AdamW, Optimizer, clip_scale
+from refdist.parallel.plan import Plan
+from refdist.parallel.replica import Replica
+
+__all__ = ["StepResult", "Trainer"]
+
+
+class StepResult(NamedTuple):
+    """What one training step gave.
+
+    Attributes:
+        loss: mean over the valid tokens of the global batch, before the update.
+        grad_norm: global norm of the gradients, before clipping.
+        tokens: valid tokens in the global batch.
+        skipped: whether gradients have overflowed, so that nothing was updated.
+        loss_scale: what the loss was multiplied by for this step's backward; the norm has been divided by it.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+class Trainer:
+    """Trains a model under a plan. Collective: every rank makes the same calls with the same arguments.
+
+    Args:
+        config: the model.
+        plan: how it is spread over the ranks of ``comm``.
+        comm: as many ranks as the plan needs.
+        optimizer: an :class:`~refdist.optim.SGD` or :class:`~refdist.optim.AdamW`; AdamW with its defaults if None.
+        precision: ``"fp64"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``, of parameters, activations and gradients; with 16 bits the
+            optimizer updates float32 master weights and moments (:mod:`refdist.numerics.precision`).
+        seed: of the initial parameters and of the dropout masks, which are the same for every plan.
+        params: initial parameters by name instead.
+        device: where memory, kernels and messages are counted; a new one if None.
+        clip_norm: gradients of a larger global norm are scaled down to it; None: never.
+        implementations: rooms that take the place of refdist's own, such as ``{"data": module}``.
+        loss_scale: ``"dynamic"``, a number that stays, or a :class:`~refdist.numerics.LossScale`; None: dynamic with fp16, else
+            no loss scaling, and then no step is skipped.
+
+    Attributes:
+        steps: updates so far; steps that were skipped do not count, neither for the learning rate nor for Adam's moments.
+        loss_scale: None without loss scaling.
+
+    Raises:
+        PlanError: the plan does not fit the ranks, the model or the batch.
+        ConfigError: parameters that do not fit the configuration, or a batch that cannot be used.
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, comm: Comm, optimizer: Optimizer | None = None, precision: str = "fp32",
+                 seed: int = 0, params: Mapping[str, np.ndarray] | None = None, device: Device | None = None,
+                 clip_norm: float | None = None, implementations: Mapping[str, Any] | None = None,
+                 loss_scale: str | float | LossScale | None = None) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
+        self.clip_norm = clip_norm
+        self.loss_scale = loss_scale_of(loss_scale, precision)
+        if params is None:
+            params = init_params(config, seed)
+        self.replica = Replica(config, plan, comm, params, precision, device, implementations)
+        self.device = self.replica.device
+        self.seed = seed
+        self.use(AdamW() if optimizer is None else optimizer)
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Train with this optimizer from now on: its state is new, and steps count from 0."""
+        self.optimizer = optimizer
+        self.steps = 0
+        self.state = {name: tuple(self.device.zeros(parameter, None, "optimizer", accumulation_dtype(parameter))
+                                  for _ in optimizer.state_names)
+                      for name, (parameter, _) in self.replica.storage.owned().items()}
+
+    def step(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None) -> StepResult:
+        """Train on one global batch, which every rank passes whole.
+
+        Args:
+            input_ids, labels: integers [batch, seq]; ``labels[b, t]`` is the target of position t, -100 is ignored.
+            segment_ids: integers [batch, seq]: attention stays within a segment. None: each row is one.
+        """
+        result = self.forward_backward(input_ids, labels, segment_ids)
+        self.update(result)
+        return result
+
+    def forward_backward(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None) -> StepResult:
+        """The first part of :meth:`step`: gradients, which stay in ``replica.storage``, and what is known of them."""
+        config = self.replica.config
+        drops = config.attention_dropout > 0 or config.hidden_dropout > 0
+        dropout_seed = self.dropout_seed(self.steps + 1) if drops else None
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        loss, tokens = self.replica.forward_backward(input_ids, labels, segment_ids, dropout_seed, loss_scale)
+        norm = math.sqrt(self.replica.squared_norm()) / loss_scale
+        skipped = self.loss_scale is not None and not math.isfinite(norm)
+        return StepResult(loss, norm, tokens, skipped, loss_scale)
+
+    def update(self, result: StepResult) -> None:
+        """The second part of :meth:`step`: clip and update, or skip, by what :meth:`forward_backward` has left and returned."""
+        if self.loss_scale is not None:
+            self.loss_scale.update(result.skipped)
+        if result.skipped:
+            return
+        scale = clip_scale(result.grad_norm, self.clip_norm) / result.loss_scale
+        storage = self.replica.storage
+        self.steps += 1
+        for name, (parameter, gradient) in storage.owned().items():
+            ndim = len(storage.rows[name].shape)
+            self.optimizer.update(parameter, gradient, self.state[name], self.steps, ndim, scale)
+        storage.updated()
+
+    def dropout_seed(self, step: int) -> int:
+        """The seed of the dropout masks of a step, counted from 1: what the reference is given to draw the same masks."""
+        return (self.seed << 32) + step
+
+    def evaluate(self, input_ids: np.ndarray, labels: np.ndarray) -> float:
+        """The mean loss over the valid tokens of a global batch, without training on it."""
+        return self.replica.forward_only(input_ids, labels)
+
+    def full_params(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters, whole, by name; collective."""
+        return self.replica.full_parameters()
