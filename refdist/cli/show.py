@@ -1,0 +1,51 @@
+"""Show how something works: `refdist show TOPIC …`.
+
+A topic is a module like that of a command, with `add_arguments(parser)`, `prepare(args)` and `program(comm, job)`. Where
+its job's plan is None, nothing runs on ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+from typing import Any
+
+import refdist as rd
+from refdist.cli import (
+    show_attention,
+    show_balance,
+    show_cluster,
+    show_collective,
+    show_flops,
+    show_hardware,
+    show_layout,
+    show_memory,
+    show_plan,
+    show_precision,
+    show_schedule,
+)
+
+TOPICS: dict[str, ModuleType] = {"schedule": show_schedule, "layout": show_layout, "memory": show_memory,
+                                 "attention": show_attention, "hardware": show_hardware, "cluster": show_cluster,
+                                 "flops": show_flops, "precision": show_precision, "plan": show_plan, "balance": show_balance,
+                                 **dict.fromkeys(show_collective.TOPICS, show_collective)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the topics."""
+    topics = parser.add_subparsers(dest="topic", required=True, metavar="|".join(TOPICS))
+    for name, module in TOPICS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        module.add_arguments(topics.add_parser(name, help=summary, description=summary))
+
+
+def prepare(args: argparse.Namespace) -> Any:
+    """The topic's job."""
+    job = TOPICS[args.topic].prepare(args)
+    job.topic = args.topic
+    return job
+
+
+def program(comm: rd.Comm | None, job: Any) -> int:
+    """Run the topic; on rank 0 it prints."""
+    return TOPICS[job.topic].program(comm, job)
