@@ -20,6 +20,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +51,9 @@ def run_ranks(
     runtime = find_runtime()
     arguments = [os.fspath(program)] if isinstance(program, (str, os.PathLike)) else [os.fspath(a) for a in program]
     command = launch.command_line(runtime, ranks, [os.path.abspath(__file__), str(timeout), *arguments])
-    environ = {**launch.rank_environment(runtime, os.environ), **(env or {})}
-    return run_limited(command, timeout + GRACE, env=environ, cwd=cwd)
+    with tempfile.TemporaryDirectory(prefix="refdist-") as folder:
+        environ = {**launch.rank_environment(runtime, os.environ, folder), **(env or {})}
+        return run_limited(command, timeout + GRACE, env=environ, cwd=cwd)
 
 
 @functools.cache

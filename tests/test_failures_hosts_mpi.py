@@ -69,7 +69,8 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     else:
         flags = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", hosts]
     inside = ["ip", "netns", "exec", NAMES[0], "unshare", "--uts", "sh", "-c", f'hostname {NAMES[0]}; exec "$@"', "sh"]
-    yield [*inside, runtime.mpirun, *flags, "-n", str(RANKS), sys.executable]
+    new = f"TMPDIR={tmp_path_factory.mktemp('session')}"  # for the files of an mpirun that is killed
+    yield [*inside, "env", new, runtime.mpirun, *flags, "-n", str(RANKS), sys.executable]
     _remove()
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mpirun import PROMISED, SOON, children, kill_tree, run_limited, run_ranks
+from mpirun import PROMISED, SOON, children, find_runtime, kill_tree, run_limited, run_ranks
 
 from refdist.cli import launch
 
@@ -110,16 +110,29 @@ def test_command_lines(monkeypatch: pytest.MonkeyPatch, root: bool) -> None:
 
 
 def test_ranks_get_one_blas_thread_each() -> None:
-    environ = launch.rank_environment(launch.Runtime("MPICH", "5.0.2", "mpirun"), {"OMP_NUM_THREADS": "8", "KEPT": "1"})
+    environ = launch.rank_environment(launch.Runtime("MPICH", "5.0.2", "mpirun"), {"OMP_NUM_THREADS": "8", "KEPT": "1"}, "new")
     assert environ["OMP_NUM_THREADS"] == environ["OPENBLAS_NUM_THREADS"] == "1"
     assert environ["KEPT"] == "1"
 
 
 def test_open_mpi_starts_without_the_transport_that_waits_for_a_second_unless_told_otherwise() -> None:
     runtime = launch.Runtime("Open MPI", "5.0.11", "mpirun")
-    assert launch.rank_environment(runtime, {})["OMPI_MCA_btl"] == "^ofi"
-    assert launch.rank_environment(runtime, {"OMPI_MCA_btl": "tcp,self"})["OMPI_MCA_btl"] == "tcp,self"
-    assert "OMPI_MCA_btl" not in launch.rank_environment(launch.Runtime("MPICH", "5.0.2", "mpirun"), {})
+    assert launch.rank_environment(runtime, {}, "new")["OMPI_MCA_btl"] == "^ofi"
+    assert launch.rank_environment(runtime, {"OMPI_MCA_btl": "tcp,self"}, "new")["OMPI_MCA_btl"] == "tcp,self"
+    assert "OMPI_MCA_btl" not in launch.rank_environment(launch.Runtime("MPICH", "5.0.2", "mpirun"), {}, "new")
+
+
+def test_files_of_a_killed_mpirun_with_the_same_process_number_are_no_hindrance(tmp_path: Path) -> None:
+    runtime = find_runtime()
+    command = launch.command_line(runtime, 1, ["-c", "from mpi4py import MPI; print('up', MPI.COMM_WORLD.Get_size())"])
+    host = os.uname().nodename.split(".")[0]
+    environ = launch.rank_environment(runtime, os.environ, str(tmp_path))
+    # The shell takes the number that mpirun will have, and leaves what an mpirun of that number, killed, would have left.
+    leave = f'mkdir -p "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.{host}.tool" && exec "$@"'
+    old = tmp_path / "old"
+    old.mkdir()
+    done = run_limited(["sh", "-c", leave, "sh", *command], 60, env={**environ, "TMPDIR": str(old)})
+    assert (done.returncode, done.stdout) == (0, "up 1\n"), done.stderr
 
 
 def test_mpi_ranks_see_each_other() -> None:
@@ -172,11 +185,12 @@ def _runs(pid: int) -> bool:
 
 
 STARTER = """
-import os, sys
+import os, sys, tempfile
 from refdist.cli import launch
 runtime = launch.find_runtime()
 command = launch.command_line(runtime, 2, ["-c", sys.argv[1]])
-sys.exit(launch.run_and_pass_signals(command, launch.rank_environment(runtime, os.environ)))
+with tempfile.TemporaryDirectory(prefix="refdist-") as folder:
+    sys.exit(launch.run_and_pass_signals(command, launch.rank_environment(runtime, os.environ, folder)))
 """
 SLEEPS = """
 from mpi4py import MPI; import sys, time

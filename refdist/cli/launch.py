@@ -38,6 +38,7 @@ from refdist.parallel.plan import Plan
 
 NOTE = "REFDIST_PARENT"  # the parent's note to the ranks that it starts, in their environment
 SLURM_SPECIAL_STEPS = 0xFFFF_FFF0  # step ids from here on are batch scripts, interactive shells and the like
+SESSION_FOLDER = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and of 4
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -186,14 +187,17 @@ def command_line(runtime: Runtime, ranks: int, arguments: Sequence[str]) -> list
     return [runtime.mpirun, *flags, "-n", str(ranks), sys.executable, *arguments]
 
 
-def rank_environment(runtime: Runtime, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks: one BLAS thread each, cores shared freely, and a start without a second of waiting.
+def rank_environment(runtime: Runtime, environ: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment of mpirun and its ranks: one BLAS thread each, cores shared freely, a start that is quick and certain.
 
-    That second is Open MPI's transport for one-sided messages on network fabrics, which nothing here uses.
+    Quick: a second of it is Open MPI's transport for one-sided messages on network fabrics, which nothing here uses.
+    Certain: Open MPI's mpirun names its files by its process number; one that is killed leaves them behind, and one that later
+    gets the same number then refuses to start. So each run gets a new `folder` for them, which the caller removes.
     """
     changed = dict.fromkeys(BLAS_THREADS, "1")
     if runtime.kind == "Open MPI":
         changed["OMPI_MCA_btl"] = environ.get("OMPI_MCA_btl", "^ofi")
+        changed |= {name: environ.get(name, folder) for name in SESSION_FOLDER}
     if runtime.kind == "Intel MPI":
         changed["I_MPI_PIN"] = "0"
     return {**environ, **changed}
@@ -211,7 +215,7 @@ def start_ranks(runtime: Runtime, ranks: int, arguments: Sequence[str]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="refdist-") as folder:
         note = Note(os.path.join(folder, "status"), sys.stdout.isatty(), shutil.get_terminal_size().columns)
-        environ = {**rank_environment(runtime, os.environ), NOTE: json.dumps(asdict(note))}
+        environ = {**rank_environment(runtime, os.environ, folder), NOTE: json.dumps(asdict(note))}
         status = run_and_pass_signals(command_line(runtime, ranks, ["-m", "refdist", *arguments]), environ)
         written = Path(note.status_file)
         if status == 0 and written.exists():

@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -445,7 +446,12 @@ def in_process(fault: Fault) -> Seen:
 def under_mpirun(fault: Fault, python: str, kind: str, mpirun: list[str]) -> Seen:
     """Run a fault under ``mpirun``, as a user would."""
     command = [*mpirun, "-n", str(RANKS), python, "-m", "refdist.testing.faults", "--run", fault.name]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="refdist-") as folder:  # for the files of an mpirun that is killed
+        environment = {**os.environ, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"}
+        return _run_command(fault, kind, command, environment)
+
+
+def _run_command(fault: Fault, kind: str, command: list[str], environment: dict[str, str]) -> Seen:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                                env=environment)
     try:
