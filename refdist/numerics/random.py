@@ -18,9 +18,9 @@ import numpy as np
 
 __all__ = ["Box", "Stream", "keep_mask", "normal", "philox", "random_words", "stream"]
 
-MULTIPLIERS = np.array(0xD2511F53, np.uint64), np.array(0xCD9E8D57, np.uint64)  # arrays, which ufuncs need not convert
-KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # what the key grows by from round to round
+CROSSED_MULTIPLIERS = np.array([0xCD9E8D57, 0xD2511F53], np.uint64)  # M1 for x2, M0 for x0
 ROUNDS = 10
+KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)  # how far the key has grown
 LOW = np.array(0xFFFFFFFF, np.uint64)
 HALF = np.array(32, np.uint64)
 CHUNK = 32768  # elements drawn at a time, so that the rounds stay in cache
@@ -45,13 +45,17 @@ def stream(seed: int, *what: str | int) -> Stream:
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
     """Philox 4×32-10: four uint64 arrays of 32-bit words and two 32-bit key words -> four arrays of random 32-bit words."""
-    x0, x1, x2, x3 = counter
-    for r in range(ROUNDS):
-        k0 = np.array((key[0] + r * KEY_STEPS[0]) & 0xFFFFFFFF, np.uint64)
-        k1 = np.array((key[1] + r * KEY_STEPS[1]) & 0xFFFFFFFF, np.uint64)
-        a, b = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]
-        x0, x1, x2, x3 = (b >> HALF) ^ x1 ^ k0, b & LOW, (a >> HALF) ^ x3 ^ k1, a & LOW
-    return x0, x1, x2, x3
+    even, odd = np.array(counter[0::2]), np.array(counter[1::2])  # x0, x2 and x1, x3: both halves of a round at once
+    crossed, product = even[::-1], np.empty_like(even)
+    single = (1,) * (even.ndim - 1)
+    multipliers = CROSSED_MULTIPLIERS.reshape(2, *single)
+    for k in ((np.array(key, np.uint64) + KEY_STEPS) & LOW).reshape(ROUNDS, 2, *single):
+        np.multiply(crossed, multipliers, out=product)
+        np.right_shift(product, HALF, out=even)
+        even ^= odd
+        even ^= k
+        np.bitwise_and(product, LOW, out=odd)
+    return even[0], odd[0], even[1], odd[1]
 
 
 def random_words(identity: Stream, shape: Sequence[int], box: Box | None = None) -> np.ndarray:
