@@ -40,6 +40,7 @@ from refdist.comm.meeting import limited_meeting
 from refdist.comm.message import HEADER_BYTES, as_bytes, unpack_header
 from refdist.comm.transport import Request, Settled, Transport
 from refdist.comm.watchdog import FAREWELL, Watchdog
+from refdist.comm.work import Work
 from refdist.errors import OutOfDeviceMemory
 
 __all__ = ["mpi_world"]
@@ -611,7 +612,7 @@ class _MPI(Transport):
         for rank in range(self.size):
             while not (self.comm.Iprobe(rank, self.farewell_tag) and self.payloads.Iprobe(rank, self.farewell_tag)):
                 time.sleep(1e-5)
-        left = [f"rank {self.rank}: {request}" for work in self.active for request in work.pending if request.kind == "receive"]
+        left = [line for work in self.active for line in self._unfinished(work)]
         for queue in list(self.unopened.values()):
             for request in list(queue):
                 self._progress(request)
@@ -631,6 +632,11 @@ class _MPI(Transport):
         self.outgoing.clear()
         self.sending.clear()
         return left
+
+    def _unfinished(self, work: Work) -> list[str]:
+        """A Work that is under way at the end, in words: the receives that nothing came for, or else itself."""
+        receives = [f"rank {self.rank}: {request}" for request in work.pending if request.kind == "receive"]
+        return receives or [f"rank {self.rank}: a {work} that was started and never waited for"]
 
     def _wait_through(self, request: Any) -> None:
         """Wait for one of MPI's requests, whatever becomes of it: a payload of another length than expected is an error of a

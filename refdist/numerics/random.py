@@ -20,7 +20,7 @@ __all__ = ["Box", "Stream", "keep_mask", "normal", "philox", "random_words", "st
 
 CROSSED_MULTIPLIERS = np.array([0xCD9E8D57, 0xD2511F53], np.uint64)  # M1 for x2, M0 for x0
 ROUNDS = 10
-KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)  # how far the key has grown
+KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)  # its growth
 LOW = np.array(0xFFFFFFFF, np.uint64)
 HALF = np.array(32, np.uint64)
 CHUNK = 32768  # elements drawn at a time, so that the rounds stay in cache

@@ -333,6 +333,14 @@ def a_step_is_skipped_by_one_rank_alone(comm: Comm) -> None:
 
 
 @fault("MismatchError", "left over")
+def a_send_that_nobody_waits_for(comm: Comm) -> None:
+    if comm.rank == 0:
+        comm.isend(_x(), 1)
+    elif comm.rank == 1:
+        comm.recv(0)
+
+
+@fault("MismatchError", "left over")
 def a_message_that_nobody_receives(comm: Comm) -> None:
     if comm.rank == 0:
         comm.send(_x(), 1)
