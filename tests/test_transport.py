@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -76,7 +77,9 @@ def boards(kind: str, ranks: int) -> list[Board]:
     """A board as each rank sees it; control messages are delivered when they are asked for."""
     if kind == "shared":
         path = SharedBoard.create(ranks)
-        return [SharedBoard(path, ranks, rank) for rank in range(ranks)]
+        boards = [SharedBoard(path, ranks, rank) for rank in range(ranks)]
+        os.unlink(path)
+        return boards
     boxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(ranks)]
 
     def make(rank: int) -> MessageBoard:
