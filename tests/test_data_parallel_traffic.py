@@ -170,6 +170,6 @@ def test_kernels_run_between_start_and_end_of_reductions_and_prefetches():
         for layer in range(1, 4):
             assert len(found[f"gather of {layer}"]) == 2, "forward and backward"
             assert all(count > 0 for count in found[f"gather of {layer}"]), "prefetched in both"
-            assert found[f"reduce-scatter of model.layers.{layer}.mlp.gate_proj.weight"][0] > 0
+            assert found[f"reduce-scatter of {layer}"][0] > 0
     for found in traced(rd.Plan(fsdp=3, prefetch=False)):
         assert not any(sum(counts) for name, counts in found.items() if name.startswith("gather"))

@@ -34,6 +34,14 @@ def test_bars_and_hidden_time():
     assert rows[3].endswith("10000 ms")
 
 
+def test_two_of_one_name_may_be_under_way():
+    device = Device()
+    timeline = Overlap(device)
+    for begins, at in ((True, 1.0), (True, 2.0), (False, 3.0), (False, 5.0)):
+        device.emit(Phase("reduce-scatter of 0", begins, at))
+    assert timeline.collectives == {"reduce-scatter 0": [(1.0, 3.0), (2.0, 5.0)]}
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("data_parallel", 2), ("fully_sharded", 4), ("hybrid_sharding", 4)])
 def test_the_examples_also_under_mpirun(name, ranks, capsys):
     program = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["program"]

@@ -12,6 +12,7 @@ last step was done; kernels above a bar are computation that it was hidden behin
 from __future__ import annotations
 
 import re
+from collections import defaultdict, deque
 
 from refdist.device.device import Device
 from refdist.device.events import Event, Kernel, Phase
@@ -35,7 +36,7 @@ class Overlap:
         self.device = device
         self.kernels: list[Span] = []
         self.collectives: dict[str, list[Span]] = {}
-        self._began: dict[str, float] = {}
+        self._began: defaultdict[str, deque[float]] = defaultdict(deque)  # of those that are under way, the oldest first
         device.listeners.append(self)
 
     def __call__(self, event: Event) -> None:
@@ -44,9 +45,9 @@ class Overlap:
             self.kernels.append((event.start, event.end))
         elif isinstance(event, Phase) and _COLLECTIVE.fullmatch(event.name):
             if event.begins:
-                self._began[event.name] = event.time
+                self._began[event.name].append(event.time)
             else:
-                self.collectives.setdefault(_label(event.name), []).append((self._began.pop(event.name), event.time))
+                self.collectives.setdefault(_label(event.name), []).append((self._began[event.name].popleft(), event.time))
 
     def stop(self) -> None:
         """Listen no longer."""

@@ -181,23 +181,24 @@ DATA = [
 ]
 
 _ZERO = "refdist.parallel.fsdp.zero"
+_ROWS = "refdist.parallel.fsdp.units:"
 
 FSDP = [
     Mutation("fsdp/norm_of_this_ranks_rows", "fsdp", "T24", _REPLICA + "squared_norm", "self.mesh.comm.all_reduce(mine)", "mine",
              also=("dp", "tp", "cp", "pp")),
     Mutation("fsdp/ranks_read_the_same_rows", "fsdp", "L30", _CUT, '* plan.fsdp + mesh.coordinate("fsdp")', "* plan.fsdp"),
-    Mutation("fsdp/gradients_averaged_over_ranks", "fsdp", "L7", _ZERO + "1:Storage._start_scatter",
-             "self._travelling(gradient), out=out, ", 'self._travelling(gradient), op="avg", out=out, '),
+    Mutation("fsdp/gradients_averaged_over_ranks", "fsdp", "L7", _ROWS + "reduce_scatter_rows",
+             "np.add(mine, term, out=total)", "np.add(mine, term, out=total)\n            total /= size if owner == rank else 1"),
     Mutation("fsdp/rows_that_do_not_divide_belong_to_nobody", "fsdp", "", _ZERO + "1:Storage.__init__",
              "bounds(row.shape[0], self.group.size)",
              "[rank * (row.shape[0] // self.group.size) for rank in range(self.group.size + 1)]"),
-    Mutation("fsdp/owner_keeps_its_own_gradient", "fsdp", "K5", _ZERO + "1:Storage._start_scatter",
-             "self._travelling(gradient), out=out, ", "self._travelling(gradient), "),
+    Mutation("fsdp/owner_keeps_its_own_gradient", "fsdp", "K5", _ROWS + "reduce_scatter_rows",
+             "own if owner == rank else terms", "terms"),
     Mutation("fsdp/new_parameters_are_not_gathered", "fsdp", "O1", _ZERO + "1:Storage.updated",
              "for piece in pieces_of(self.rows):", "for piece in list(pieces_of(self.rows))[:-1]:"),
-    Mutation("fsdp/last_micro_batch_wipes_the_others", "fsdp", "L13", _ZERO + "2:Storage._collect",
-             "add(total, shard)", "store(shard, total)"),
-    Mutation("fsdp/replicas_are_summed_after_the_first_micro_batch", "fsdp", "L17", _ZERO + "2:Storage._collect",
+    Mutation("fsdp/last_micro_batch_wipes_the_others", "fsdp", "L13", _ZERO + "2:Storage._take",
+             "add(total, summed)", "store(summed, total)"),
+    Mutation("fsdp/replicas_are_summed_after_the_first_micro_batch", "fsdp", "L17", _ZERO + "2:Storage._take",
              "if not self._missing[name]:", "if self._missing[name] == self.plan.micro_batches - 1:"),
     Mutation("fsdp/replicas_keep_their_own_sums", "fsdp", "L19", _ZERO + "1:Storage._reduce_over_replicas",
              '"all_reduce", shard, out=shard, ', '"all_reduce", shard, '),
@@ -217,10 +218,15 @@ FSDP = [
              " for name in missing"),
     Mutation("fsdp/rank_sums_start_with_another_ranks", "fsdp", "K3", _ZERO + "2:Storage._add_in_rank_order",
              "np.copyto(total, contributions[0])", "np.copyto(total, contributions[-1])"),
-    Mutation("fsdp/gather_receives_into_what_it_sends", "fsdp", "O3", "refdist.parallel.fsdp.gathering:gather_rows",
+    Mutation("fsdp/gather_receives_into_what_it_sends", "fsdp", "O3", _ROWS + "gather_rows",
              "buffers[1 - step % 2]", "buffers[step % 2]"),
-    Mutation("fsdp/rows_of_a_layer_go_to_another_ranks_place", "fsdp", "", "refdist.parallel.fsdp.gathering:gather_rows",
+    Mutation("fsdp/rows_of_a_layer_go_to_another_ranks_place", "fsdp", "", _ROWS + "gather_rows",
              "_unpack(received, rows[source])", "_unpack(received, rows[left])"),
+    Mutation("fsdp/sums_of_a_layer_receive_into_what_they_send", "fsdp", "O3", _ROWS + "reduce_scatter_rows",
+             "buffers[1 - step % 2]", "buffers[step % 2]"),
+    Mutation("fsdp/sums_of_a_layer_start_at_their_owner", "fsdp", "", _ROWS + "reduce_scatter_rows",
+             "np.concatenate(rows[left], out=moving)", "np.concatenate(rows[rank], out=buffers[0][:lengths[rank]])"),
+    Mutation("fsdp/nobody_waits_for_a_reduce_scatter", "fsdp", "O3", _ZERO + "1:Storage._collect", "work.wait()", "pass"),
 ]
 
 _PIPELINE = "refdist.parallel.pipeline."

@@ -12,7 +12,8 @@ is done, and travels while the layers before it compute.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +24,20 @@ from refdist.device import Device
 from refdist.model.layout import EMBEDDING, ParameterLayout
 from refdist.numerics.rounding import store
 from refdist.ops import add
-from refdist.parallel.fsdp.gathering import gather_rows
+from refdist.parallel.fsdp.units import gather_rows, reduce_scatter_rows
 from refdist.parallel.plan import Plan
 from refdist.parallel.stage import Piece
 from refdist.parallel.storage import BaseStorage, pieces_of
 
-__all__ = ["Storage"]
+__all__ = ["Scattering", "Storage"]
+
+
+class Scattering(NamedTuple):
+    """A piece's reduce-scatter that is under way: of which parameters, where this rank's rows come, by which Works."""
+
+    names: list[str]
+    rows: list[np.ndarray]
+    works: list[Work]
 
 
 class Storage(BaseStorage):
@@ -45,7 +54,8 @@ class Storage(BaseStorage):
                  device: Device, plan: Plan) -> None:
         self.group = mesh.axis("fsdp")
         self.offsets = {name: bounds(row.shape[0], self.group.size) for name, row in rows.items()}
-        self._scattering: deque[tuple[str, Work]] = deque()
+        self._scattering: deque[Scattering] = deque()
+        self._earlier = 0  # of these, how many were started up to the piece before
         self._reducing: list[tuple[str, Work]] = []
         super().__init__(rows, params, dtype, mesh, device, plan)
 
@@ -63,24 +73,40 @@ class Storage(BaseStorage):
             add(self._sums[EMBEDDING], self._head)
             self._head = None
         names = self.names(piece)
-        for name in names:
-            self._scattering.append((name, self._start_scatter(name, self._sums[name], self.gradients[name])))
-        while self._scattering and self._scattering[0][0] not in names:  # never when it happens to end: all ranks keep one order
-            self._collect()
+        self._start_scatter(piece, {name: self._sums[name] for name in names}, [self.gradients[name] for name in names])
+        self._collect_earlier()
 
-    def _start_scatter(self, name: str, gradient: np.ndarray, out: np.ndarray) -> Work:
-        """The sum over the group, of which this rank gets its rows: in ``out``, if that is of the reduction's format."""
-        if out.dtype != self.reduction:
-            out = self.device.empty(out, None, "communication", self.reduction)
-        label = f"reduce-scatter of {name}"
-        return self.group.start("reduce_scatter", self._travelling(gradient), out=out, label=label, **self._sum)
+    def _start_scatter(self, piece: Piece, gradients: Mapping[str, np.ndarray], sums: Iterable[np.ndarray]) -> None:
+        """Sums of a piece's gradients over the group begin; this rank's rows come in ``sums``, if these have the right format."""
+        wholes = [self._travelling(gradient) for gradient in gradients.values()]
+        rows = [out if out.dtype == self.reduction else self.device.empty(out, None, "communication", self.reduction)
+                for out in sums]
+        if self.plan.order is None:
+            steps = reduce_scatter_rows(self.group, wholes, rows, [self.offsets[name] for name in gradients])
+            works = [self.group.start_steps(steps, f"reduce-scatter of {piece}")]
+        else:
+            works = [self.group.start("reduce_scatter", whole, out=out, label=f"reduce-scatter of {name}", **self._sum)
+                     for name, whole, out in zip(gradients, wholes, rows, strict=True)]
+        self._scattering.append(Scattering(list(gradients), rows, works))
+
+    def _collect_earlier(self) -> None:
+        """Wait for what was started up to the piece before this one, and has had the time of this one's backward."""
+        for _ in range(self._earlier):  # never when it happens to end: all ranks keep one order
+            self._collect()
+        self._earlier = len(self._scattering)
 
     def _collect(self) -> None:
-        """The oldest reduce-scatter ends, and the sum of its shard over the replicas begins."""
-        name, work = self._scattering.popleft()
-        shard = work.wait()
-        if shard.dtype != self.accumulation:
-            store(shard, self.gradients[name])
+        """The oldest reduce-scatter ends."""
+        names, rows, works = self._scattering.popleft()
+        for work in works:
+            work.wait()
+        for name, summed in zip(names, rows, strict=True):
+            self._take(name, summed)
+
+    def _take(self, name: str, summed: np.ndarray) -> None:
+        """Rows that have been summed over the group; their sum over the replicas begins."""
+        if summed.dtype != self.accumulation:
+            store(summed, self.gradients[name])
         self._reduce_over_replicas(name)
 
     def _reduce_over_replicas(self, name: str) -> None:
@@ -95,6 +121,7 @@ class Storage(BaseStorage):
         self.require_complete()
         while self._scattering:
             self._collect()
+        self._earlier = 0
         for name, work in self._reducing:
             total = work.wait()
             if total.dtype != self.accumulation:

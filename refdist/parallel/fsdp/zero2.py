@@ -16,6 +16,7 @@ as well, and travel apart.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from refdist.model.layout import EMBEDDING, HEAD
 from refdist.numerics.rounding import store
 from refdist.ops import add
 from refdist.parallel.fsdp import zero1
+from refdist.parallel.fsdp.zero1 import Scattering
 from refdist.parallel.stage import Piece
 
 __all__ = ["Storage"]
@@ -47,10 +49,11 @@ class Storage(zero1.Storage):
         self._apart = self.plan.order == "rank" and micro_batches > 1
         self._micro_batches = micro_batches
         self._missing = dict.fromkeys(self.rows, micro_batches)
+        self._whole: defaultdict[str, deque[np.ndarray]] = defaultdict(deque)  # gradients until their piece's are complete
         self._by_rank: dict[str, np.ndarray] = {}  # name -> [rank · own rows, …]: the sum of each rank's micro-batches
 
     def add(self, name: str, kernel: Callable[..., Any], *args: Any) -> None:
-        """Compute a weight gradient and start its reduce-scatter."""
+        """Compute a weight gradient; with the others of its piece it will be reduced."""
         gradient = self.device.call(kernel, *args, category="gradient")
         if name not in self.rows and not self._apart:  # the head's use of a tied matrix waits for the embedding's
             self._head = self._first_term(gradient) if self._head is None else add(self._head, gradient)
@@ -58,44 +61,47 @@ class Storage(zero1.Storage):
         if name == EMBEDDING and self._head is not None:
             gradient = add(self._first_term(gradient), self._head)
             self._head = None
-        self._scatter(name, gradient)
-
-    def _scatter(self, name: str, gradient: np.ndarray) -> None:
-        if self._apart:  # [own rows of rank 0, then of rank 1, …]
+        if self._apart:  # each rank's terms go to the owners of their rows: [own rows of rank 0, then of rank 1, …]
             work = self.group.start("all_to_all", self._travelling(gradient), label=f"exchange of {name}")
+            self._scattering.append(Scattering([name], [], [work]))
+            self._untouched.discard(name)
         else:
-            total = self.gradients[name]
-            out = total if name in self._untouched else self.device.empty(total, None, "communication")
-            work = self._start_scatter(name, gradient, out)
-        self._untouched.discard(name)
-        self._scattering.append((name, work))
+            self._whole[name].append(gradient)
 
     def _collect(self) -> None:
-        """The oldest reduce-scatter ends, and is added to what earlier micro-batches gave."""
-        name, work = self._scattering.popleft()
-        shard = work.wait()
-        if self._apart:
-            if name in self._by_rank:
-                add(self._by_rank[name], shard)
-            else:
-                self._by_rank[name] = self.device.copy(shard, "gradient", self.accumulation)
+        """The oldest reduce-scatter or exchange ends."""
+        if not self._apart:
+            super()._collect()
             return
+        (name,), _, (work,) = self._scattering.popleft()
+        terms = work.wait()
+        if name in self._by_rank:
+            add(self._by_rank[name], terms)
+        else:
+            self._by_rank[name] = self.device.copy(terms, "gradient", self.accumulation)
+
+    def _take(self, name: str, summed: np.ndarray) -> None:
+        """Rows that have been summed over the group are added to what earlier micro-batches gave."""
         total = self.gradients[name]
         if self._missing[name] == self._micro_batches:
-            if shard is not total:
-                store(shard, total)
+            if summed is not total:
+                store(summed, total)
         else:
-            add(total, shard)
+            add(total, summed)
         self._missing[name] -= 1
         if not self._missing[name]:
             self._reduce_over_replicas(name)
 
     def done(self, piece: Piece) -> None:
-        """Wait for the pieces before this one, which have had the time of this one's backward."""
+        """A piece's gradients of a micro-batch are complete: their reduce-scatter starts, and that of the piece before ends."""
         self._remaining[piece] -= 1
-        names = self.names(piece)
-        while self._scattering and self._scattering[0][0] not in names:  # never when it happens to end: all ranks keep one order
-            self._collect()
+        if not self._apart:
+            names = self.names(piece)
+            sums = [self.gradients[name] if name in self._untouched
+                    else self.device.empty(self.gradients[name], None, "communication") for name in names]
+            self._start_scatter(piece, {name: self._whole[name].popleft() for name in names}, sums)
+            self._untouched.difference_update(names)
+        self._collect_earlier()
 
     def reduce(self) -> None:
         """Wait until this rank's rows have been summed over all ranks: called once, after the last micro-batch."""
