@@ -437,8 +437,11 @@ class Seen:
 
 
 def find(name: str) -> Fault:
-    """The fault of this name."""
-    return next(fault for fault in FAULTS if fault.name == name)
+    """The fault of this name; LookupError, with all names, if there is none."""
+    for fault in FAULTS:
+        if fault.name == name:
+            return fault
+    raise LookupError(f"no fault is named {name!r}: expected one of {', '.join(fault.name for fault in FAULTS)}")
 
 
 def in_process(fault: Fault) -> Seen:
@@ -521,6 +524,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="FAULT", help="only these; all by default")
     parser.add_argument("--run", metavar="NAME", help="run one fault on the ranks of mpirun")
     arguments = parser.parse_args()
+    for name in (*arguments.names, *([arguments.run] if arguments.run else [])):
+        try:
+            find(name)
+        except LookupError as error:
+            parser.error(str(error))
     if arguments.run:
         comm = rd.mpi_world()
         chosen = find(arguments.run)
