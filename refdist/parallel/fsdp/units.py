@@ -55,8 +55,8 @@ def reduce_scatter_rows(comm: Comm, wholes: Sequence[np.ndarray], sums: Sequence
 
     Args:
         comm: the ranks that have a term each.
-        wholes: this rank's terms, C-contiguous, of one dtype; they are not changed.
-        sums: where this rank's rows of each sum go, C-contiguous, of the same dtype.
+        wholes: this rank's terms, C-contiguous, of one dtype.
+        sums: where this rank's rows of each sum go, C-contiguous, of the same dtype; they may be these rows of the whole arrays.
         offsets: rank r gets rows ``offsets[i][r]`` to ``offsets[i][r + 1]`` of array i.
     """
     shapes = tuple([whole.shape for whole in wholes])
