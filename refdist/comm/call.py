@@ -91,7 +91,8 @@ class Call:
         nbytes = size * dtype.itemsize
         if nbytes <= _SMALL:
             return np.empty_like(like, dtype, shape=(size,))
-        return self.comm.transport.arena.array((size,), dtype, nbytes, _nothing)
+        arena = self.comm.transport.arena
+        return arena.array((size,), dtype, arena.uncounted(nbytes))
 
     # ----------------------------------------------------------------------------------------------- messages
 
@@ -165,7 +166,3 @@ class Call:
             return f"{self.name} on {self.comm.axis}"
         what = ", ".join(str(part) for part in meaning(self.mark)[2:] if part is not None)  # dtype, shape, …
         return f"{self.name} ({self.algorithm}{'; ' if what else ''}{what}) number {self.sequence} on {self.comm.axis}"
-
-
-def _nothing() -> None:
-    """What happens when memory that no device counts comes back."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Arena", "size_class"]
+__all__ = ["Arena", "Pool", "size_class"]
 
 _ALIGNMENT = 64
 _SLAB = 65536
@@ -35,6 +35,45 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+class Pool:
+    """What arrays of one size have in common.
+
+    Attributes:
+        nbytes: of an array.
+        size: of the block that it gets.
+        free: blocks of this size that nobody uses.
+        alive: the leases of arrays that have not died.
+        on_return: called when one dies.
+    """
+
+    __slots__ = ("alive", "free", "nbytes", "on_return", "size")
+
+    def __init__(self, nbytes: int, size: int, free: list[tuple[Any, int]], alive: set[Any],
+                 on_return: Callable[[], None]) -> None:
+        self.nbytes = nbytes
+        self.size = size
+        self.free = free
+        self.alive = alive
+        self.on_return = on_return
+
+
+class _Lease(weakref.ref):
+    """Sees an array's end; unlike other weak references, each is equal to itself only."""
+
+    __slots__ = ("block", "pool")
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    block: tuple[Any, int]
+    pool: Pool
+
+
+def _died(lease: _Lease) -> None:
+    pool = lease.pool
+    pool.alive.discard(lease)
+    pool.free.append(lease.block)
+    pool.on_return()
+
+
 class Arena:
     """Blocks of memory in size classes.
 
@@ -45,25 +84,28 @@ class Arena:
     def __init__(self) -> None:
         self.reserved = 0
         self._free: defaultdict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size class
-        self._free_for: dict[int, list[tuple[Any, int]]] = {}  # the same lists, by bytes that have been asked for
-        self._alive: dict[int, weakref.ref[np.ndarray]] = {}
+        self._alive: set[_Lease] = set()
+        self._uncounted: dict[int, Pool] = {}  # by bytes
         self._slab: tuple[Any, int, int] = (None, 0, 0)  # memory, and where its unused part begins and ends
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype, nbytes: int, on_return: Callable[[], None]) -> np.ndarray:
-        """An uninitialised C-ordered array, aligned to 64 bytes; ``on_return`` is called when it and all its views are dead."""
-        free = self._free_for.get(nbytes)
-        if free is None:
-            free = self._free_for[nbytes] = self._free[size_class(nbytes)]
-        block = free.pop() if free else self._reserve(size_class(nbytes))
+    def pool(self, nbytes: int, on_return: Callable[[], None]) -> Pool:
+        """Where arrays of so many bytes come from; ``on_return`` is called when one and all its views are dead."""
+        size = size_class(nbytes)
+        return Pool(nbytes, size, self._free[size], self._alive, on_return)
+
+    def uncounted(self, nbytes: int) -> Pool:
+        """A pool for arrays of so many bytes whose end nobody wants to hear of."""
+        return self._uncounted.get(nbytes) or self._uncounted.setdefault(nbytes, self.pool(nbytes, _nothing))
+
+    def array(self, shape: tuple[int, ...], dtype: Any, pool: Pool) -> np.ndarray:
+        """An uninitialised C-ordered array of the pool's bytes, aligned to 64."""
+        free = pool.free
+        block = free.pop() if free else self._reserve(pool.size)
         array = np.ndarray(shape, dtype, *block)
-        alive, key = self._alive, id(array)
-
-        def died(_: weakref.ref[np.ndarray]) -> None:
-            del alive[key]
-            free.append(block)
-            on_return()
-
-        alive[key] = weakref.ref(array, died)
+        lease = _Lease(array, _died)
+        lease.block = block
+        lease.pool = pool
+        self._alive.add(lease)
         return array
 
     def _reserve(self, size: int) -> tuple[Any, int]:
@@ -80,3 +122,7 @@ class Arena:
         self.reserved += size
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         return (ctypes.c_char * memory.nbytes).from_buffer(memory.data), -memory.ctypes.data % _ALIGNMENT
+
+
+def _nothing() -> None:
+    """What happens when memory that nobody counts comes back."""

@@ -10,6 +10,7 @@ they need and drop it when they are done, and the ledger follows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from refdist.device.arena import Arena
+from refdist.device.arena import Arena, Pool
 from refdist.device.events import Allocation, Event, Kernel, Message, Phase
 from refdist.errors import OutOfDeviceMemory
 from refdist.numerics.rounding import store
 
 __all__ = ["CATEGORIES", "Device", "Traffic"]
 
+_POOLS = 4096  # kinds of arrays that are remembered
 CATEGORIES = ("parameter", "gradient", "master", "optimizer", "activation", "gathered", "communication")
 
 
@@ -67,7 +69,7 @@ class Device:
         self._traffic: dict[tuple[str, str], list[int]] = {}
         self._recomputing = False
         self._empty_of = {category: self._bound_empty(category) for category in CATEGORIES}
-        self._returns: dict[tuple[str, int], Callable[[], None]] = {}
+        self._pools: dict[tuple[str, tuple[int, ...], Any], Pool] = {}
 
     # ------------------------------------------------------------------------------------------------- memory
 
@@ -82,16 +84,11 @@ class Device:
             shape = like.shape
         elif type(shape) is not tuple:
             shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        dtype = like.dtype if dtype is None else np.dtype(dtype)
-        nbytes = dtype.itemsize
-        for length in shape:
-            nbytes *= length
-        self._take(category, nbytes)
-        key = category, nbytes
-        on_return = self._returns.get(key)
-        if on_return is None:
-            on_return = self._returns[key] = partial(self._give_back, category, nbytes)
-        return self._arena.array(shape, dtype, nbytes, on_return)
+        if dtype is None:
+            dtype = like.dtype
+        pool = self._pools.get((category, shape, dtype)) or self._pool(category, shape, dtype)
+        self._take(category, pool.nbytes)
+        return self._arena.array(shape, dtype, pool)
 
     def zeros(self, like: np.ndarray, shape: int | tuple[int, ...] | None = None, category: str = "activation",
               dtype: Any = None) -> np.ndarray:
@@ -119,6 +116,13 @@ class Device:
             return self.empty(like, shape, category, dtype)
         return empty
 
+    def _pool(self, category: str, shape: tuple[int, ...], dtype: Any) -> Pool:
+        nbytes = np.dtype(dtype).itemsize * math.prod(shape)
+        if len(self._pools) >= _POOLS:
+            self._pools.clear()
+        pool = self._pools[category, shape, dtype] = self._arena.pool(nbytes, partial(self._give_back, category, nbytes))
+        return pool
+
     def _take(self, category: str, nbytes: int) -> None:
         live, peak = self.live, self.peak
         total = live["total"] + nbytes
@@ -126,11 +130,11 @@ class Device:
             raise OutOfDeviceMemory(f"{nbytes:,} bytes more for category {category} exceed the device's {self.capacity:,} bytes; "
                                     f"alive:\n{self.memory_table()}")
         live["total"] = total
-        live[category] += nbytes
+        live[category] = mine = live[category] + nbytes
         if total > peak["total"]:
             peak["total"] = total
-        if live[category] > peak[category]:
-            peak[category] = live[category]
+        if mine > peak[category]:
+            peak[category] = mine
         if self.listeners:
             self.emit(Allocation(category, nbytes, time.perf_counter()))
 
