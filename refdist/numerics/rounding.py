@@ -44,9 +44,8 @@ SMALL = 4096  # elements that are looked up in a table more quickly than they ar
 # Packing and unpacking float16. Operations with arrays for constants begin sooner than those with numbers.
 MAGNITUDE, EXPONENT = np.array(0x7FFFFFFF, np.uint32), np.array(0x7F800000, np.uint32)
 PACKS_TO_INFINITY = np.array(0x47800000, np.uint32)  # 2^16
-TO_MAGIC = np.array(13 << 23, np.uint32)  # from the bits of 2^e to those of M
+TO_MAGIC = np.array((13 << 23) + (1 << 11), np.uint32)  # from the bits of 2^e to those of M
 LOST_BITS, HALF_A_WORD = np.array(13, np.uint32), np.array(16, np.uint32)
-FIELDS_APART = np.array(126 << 10 & 0xFFFF, np.uint16)  # fields count from 1 - 15, not from 140 - 14
 SIGN = np.array(0x8000, np.uint16)
 UNPACK, UNPACKED = np.array(13, np.int32), np.array(-0x70002000, np.int32)  # leaves the sign and 5 + 10 bits
 BIASES_APART = np.array(2.0**112, np.float32)
@@ -330,8 +329,9 @@ def _pack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
     """float32 -> the 16 bits of float16, to nearest even, by the addition of `Nearest` and integer packing.
 
     s = |x| + M with M = 2^(e+13) has the rounded significand of |x| as its low 16 bits, and its exponent field e + 140 on top of
-    23 bits. s + (s >> 13) adds that field where float16 has it. A significand that rounds up to 2 carries into the exponent,
-    and out of the largest exponent into infinity, as it should.
+    23 bits. s + (s >> 13) adds that field where float16 has it, which is 126 too much. M has 2^11 units more for that:
+    126 · 2^10 + 2^11 is 2^17, nothing in 16 bits. A significand that rounds up to 2 carries into the exponent, and out of the
+    largest exponent into infinity, as it should.
     """
     raw = x.view(np.uint32)
     magnitude = np.bitwise_and(raw, MAGNITUDE)
@@ -345,7 +345,6 @@ def _pack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
     np.right_shift(magnitude, LOST_BITS, out=scratch)
     np.add(scratch, magnitude, out=scratch)
     np.copyto(dest, scratch, casting="unsafe")
-    np.subtract(dest, FIELDS_APART, out=dest)
     np.right_shift(raw, HALF_A_WORD, out=scratch)
     sign = scratch.astype(np.uint16)
     np.bitwise_and(sign, SIGN, out=sign)
