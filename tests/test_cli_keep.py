@@ -94,6 +94,9 @@ def test_options_of_training_reach_the_trainer(text: Path, capsys: pytest.Captur
     (["sample", ".", "--prompt", ""], "empty"),
     (["sample", ".", "--temperature", "-1"], "at least 0"),
     (["bench", "step", "--ranks", "3", "--tp", "2"], "--ranks 3"),
+    (["bench", "numerics", "--inputs", "fp16,fp8"], "--inputs fp16,fp8: 'fp8' is none of fp16, bf16, tf32, e4m3, e5m2, fp32"),
+    (["bench", "numerics", "--tensor-cores", "h1000"], "--tensor-cores h1000: 'h1000' is none of none, v100, t4,"),
+    (["bench", "numerics", "--sizes", "64,0"], "--sizes 64,0: expected numbers from 1 to 99999"),
 ])
 def test_errors_of_use_are_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
@@ -129,6 +132,23 @@ def test_bench_step_gives_its_figures(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"linear", "attention_backward"} <= set(record["kernels"])
     assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["single_rank_tokens_per_s"])
     assert record["peak_rss_mb"] >= record["rss_before_mb"] > 0
+
+
+def test_bench_numerics_gives_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "numerics", "--sizes", "16,24", "--tensor-cores", "none,v100,h100", "--inputs", "fp16,tf32",
+                 "--seconds", "0.001"]
+    assert main([*arguments, "--json"]) == 0
+    records = lines(capsys.readouterr().out)
+    conversions = [record for record in records if "conversion" in record]
+    assert {record["conversion"] for record in conversions} >= {"float32 to fp16", "fp16 to float32", "e4m3 to float32"}
+    assert all(record["ns"] > 0 and record["ratio"] == record["ns"] / record["numpy_ns"] for record in conversions)
+    products = [record for record in records if "product" in record]
+    kinds = {(record["product"], record["tensor_core"], record["inputs"]) for record in products}
+    assert kinds == {(size, chip, inputs) for size in (16, 24)
+                     for chip, inputs in ((None, "fp16"), (None, "tf32"), ("v100", "fp16"), ("h100", "fp16"), ("h100", "tf32"))}
+    assert all(0 < record["gflop_per_s"] < 1e4 for record in products)
+    assert main(arguments) == 0
+    assert "none (BLAS)" in capsys.readouterr().out
 
 
 def test_bench_property_counts_its_examples(capsys: pytest.CaptureFixture[str]) -> None:

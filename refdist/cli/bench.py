@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import refdist as rd
-from refdist.cli import bench_collectives, bench_property, bench_step
+from refdist.cli import bench_collectives, bench_numerics, bench_property, bench_step
 
-TOPICS: dict[str, ModuleType] = {"collectives": bench_collectives, "step": bench_step, "property": bench_property}
+TOPICS: dict[str, ModuleType] = {"collectives": bench_collectives, "step": bench_step, "numerics": bench_numerics,
+                                 "property": bench_property}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

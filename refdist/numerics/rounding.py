@@ -49,6 +49,10 @@ LOST_BITS, HALF_A_WORD = np.array(13, np.uint32), np.array(16, np.uint32)
 SIGN = np.array(0x8000, np.uint16)
 UNPACK, UNPACKED = np.array(13, np.int32), np.array(-0x70002000, np.int32)  # leaves the sign and 5 + 10 bits
 BIASES_APART = np.array(2.0**112, np.float32)
+BIASES_APART_BITS, SIGN_OF_A_WORD = np.array(112 << 23, np.int32), np.array(-(1 << 31), np.int32)
+SMALLEST, SMALLEST_BITS = np.array(2.0**-14, np.float32), np.array(113 << 23, np.int32)  # normal number of float16
+SAMPLE = 61  # one number of so many says whether a block has many subnormal ones
+FEW = 32  # one of so many; a vector instruction is slow if it meets one
 
 
 class Word(NamedTuple):
@@ -359,16 +363,41 @@ def _unpack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
     """The bits of float16, as int16 -> float32: exactly, and no slower where they are subnormal.
 
     Exponent and fraction, moved to where float32 has them, are the number · 2^(15 − 127), which a multiplication by 2^112 puts
-    right for subnormals too. Only infinities and NaN come out wrong, as numbers of 2^16 and more, and are looked up.
+    right for subnormals too; but the processor is slow at these, so where they are many the exponents are added to instead.
+    Only infinities and NaN come out wrong, as numbers of 2^16 and more, and are looked up.
     """
-    bits = dest.view(np.int32)
+    bits, patterns = dest.view(np.int32), x.view(np.uint16)
     np.copyto(bits, x)  # with copies of the sign above it
     np.left_shift(bits, UNPACK, out=bits)
     np.bitwise_and(bits, UNPACKED, out=bits)
-    np.multiply(dest, BIASES_APART, out=dest)
-    patterns = x.view(np.uint16)
+    if _has_many_subnormals(patterns):
+        _add_biases_apart(bits, dest)
+    else:
+        np.multiply(dest, BIASES_APART, out=dest)
     if x.max(initial=0) >= 0x7C00 or patterns.max(initial=0) >= 0xFC00:
         _look_up_block(patterns, dest, "fp16")
+
+
+def _has_many_subnormals(patterns: np.ndarray) -> bool:
+    """Whether more than a few of some float16 are subnormal, judged by a sample; zeros are not."""
+    magnitude = patterns[::SAMPLE] & 0x7FFF
+    magnitude -= 1  # zero goes to the other end
+    return np.count_nonzero(magnitude < 0x3FF) * FEW > magnitude.size
+
+
+def _add_biases_apart(bits: np.ndarray, dest: np.ndarray) -> None:
+    """The multiplication by 2^112 of float32 with exponents of float16, in place, without subnormal float32.
+
+    Adding 112 to the exponent field makes ±2^−15 (1 + f) of a subnormal ±2^−14 f: y of 2 y ∓ 2^−14. So y − (±2^−14) is added
+    where |y| is below 2^−14, and the same with y held there, which is 0, elsewhere.
+    """
+    np.add(bits, BIASES_APART_BITS, out=bits)
+    sign = np.bitwise_and(bits, SIGN_OF_A_WORD)
+    held = np.minimum(dest, SMALLEST)
+    np.maximum(held, -SMALLEST, out=held)
+    held -= np.bitwise_or(sign, SMALLEST_BITS).view(np.float32)
+    dest += held
+    np.bitwise_or(bits, sign, out=bits)  # of -0
 
 
 def _look_up_block(x: np.ndarray, dest: np.ndarray, name: str) -> None:
