@@ -15,6 +15,7 @@ a program that is right must work with both.
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import random
 import sys
@@ -24,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import greenlet
 import numpy as np
+import threadpoolctl
 
 from refdist.comm.communicator import Comm
 from refdist.comm.diagnosis import Doing, described, explain, named_error, report
@@ -39,7 +41,7 @@ _FRUITLESS_POLLS = 100_000
 
 def run(program: Callable[[Comm], Result], ranks: int, scheduler: str | int | Scheduler = "fifo", sends: str = "buffered",
         checks: bool = False) -> list[Result]:
-    """Run ``program(comm)`` on each of ``ranks`` in-process ranks.
+    """Run ``program(comm)`` on each of ``ranks`` in-process ranks, with one BLAS thread as long as it lasts.
 
     Args:
         program: called once a rank with that rank's world :class:`Comm`.
@@ -61,7 +63,15 @@ def run(program: Callable[[Comm], Result], ranks: int, scheduler: str | int | Sc
         raise ValueError(f"ranks={ranks}: at least 1 is needed")
     if sends not in ("buffered", "rendezvous"):
         raise ValueError(f"sends={sends!r}: expected 'buffered' or 'rendezvous'")
-    return _World(ranks, _make_scheduler(scheduler), sends == "rendezvous", checks).run(program)
+    world = _World(ranks, _make_scheduler(scheduler), sends == "rendezvous", checks)
+    with _thread_pools().limit(limits=1, user_api="blas"):
+        return world.run(program)
+
+
+@functools.cache
+def _thread_pools() -> threadpoolctl.ThreadpoolController:
+    """Those of the libraries that are loaded, NumPy's BLAS among them; to look for them takes a millisecond."""
+    return threadpoolctl.ThreadpoolController()
 
 
 def _make_scheduler(scheduler: str | int | Scheduler) -> Scheduler | None:
