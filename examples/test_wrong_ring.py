@@ -1,6 +1,6 @@
 """A ring all-reduce that is wrong, and passes the tests that one writes first.
 
-    pytest examples/test_wrong_ring.py
+    pytest -p refdist.testing.plugin examples/test_wrong_ring.py
 
 Two ranks: passes. All ones on four ranks: passes. The test kit finds the smallest call that goes wrong: three ranks, two numbers.
 """

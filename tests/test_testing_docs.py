@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from refdist.testing.faults import FAULTS
 from refdist.testing.mutations import find
 
@@ -28,7 +30,18 @@ def test_the_page_shows_the_example() -> None:
     page = (ROOT / "docs" / "testing.md").read_text()
     code = EXAMPLE.read_text()
     assert code[code.index("def wrong_ring"):].rstrip() in page
+    assert f"pytest -q -p refdist.testing.plugin examples/{EXAMPLE.name}" in page
     assert find(re.search(r'mutations\.apply\("([0-9a-f]{6})"\)', page).group(1)).name in page  # type: ignore[union-attr]
+
+
+def test_the_mutation_on_the_page_makes_the_result_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    imports = "import numpy as np\nimport refdist as rd\nfrom refdist.testing import mutations\n"
+    (code,) = re.findall(f"```python\n({imports}.*?)```", page, re.DOTALL)
+    exec(code, {})
+    printed = capsys.readouterr().out.strip()
+    assert printed.startswith("[")
+    assert printed not in ("[0. 3. 6.]", "[0. 0. 0.]")
 
 
 def test_the_table_has_every_fault() -> None:
