@@ -47,6 +47,12 @@ def test_above_it_fsdp():
     assert any(line.startswith("no TP: the best plan with it takes") for line in why)
 
 
+def test_hybrid_sharding_keeps_fsdp_inside_of_a_server_or_rack():
+    both = [one.plan for one in search(problem(CONFIG["llama3-8b"], 64, 1024, 8192)) if one.plan.dp > 1 and one.plan.fsdp > 1]
+    assert {plan.tp * plan.cp * plan.pp * plan.fsdp for plan in both} == {8, 16}
+    assert {plan.zero for plan in both} == {3}
+
+
 def test_activations_then_recomputation():
     """FSDP alone on a sequence of 32,768: without recomputation 102 GB of activations do not fit."""
     found = search(problem(CONFIG["llama3-8b"], 64, 64, 32768, tp=1, cp=1, pp=1))
@@ -112,7 +118,8 @@ def test_plan_command(capsys):
     ("plan --model llama3-405b --gpus 64", "no plan for 64 × NVIDIA H100 SXM was found that fits 80 GB each"),
     ("plan --model llama3-405b --gpus 64", "the training state alone needs 82"),
     ("plan --model llama3-8b --gpus 30000", "the plan needs 30,000 accelerators, cluster llama3 has 24,576"),
-    ("plan --model llama3-8b --gpus 64 --tp 5", "with tp=5"),
+    ("plan --model llama3-8b --gpus 64 --tp 5", "tp=5 does not divide num_attention_heads=32"),
+    ("plan --model llama3-8b --gpus 64 --dp 7", "no plan with dp=7 shares 64 GPUs out"),
     ("plan --model llama3-8b --gpus 64 --seq 200000", "--seq 200000 is longer than max_position_embeddings=131072"),
 ])
 def test_bad_input_is_one_line(words, message, capsys):

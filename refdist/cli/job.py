@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import refdist as rd
-from refdist.cli.options import PRESETS, add_fields, given, positive
+from refdist.cli.options import PRESETS, SEARCHED_FOR, add_fields, given, positive
 from refdist.numerics.precision import PRECISIONS, precision_named
 from refdist.paper.models import MODELS
 from refdist.paper.state import STORED
@@ -51,11 +52,17 @@ def add_common(parser: argparse.ArgumentParser, *, model: str, batch: int, seq: 
     add_plan_and_model(parser, model)
 
 
-def add_plan_and_model(parser: argparse.ArgumentParser, model: str) -> None:
-    """Add the options of plan and model, with this model's sizes as defaults."""
+def add_plan_and_model(parser: argparse.ArgumentParser, model: str, searched: Sequence[str] = ()) -> None:
+    """Add the options of plan and model, with this model's sizes as defaults.
+
+    A plan that is `searched` for, as to some of its fields, starts from no preset.
+    """
     group = parser.add_argument_group("plan", "which ranks do what: the fields of rd.Plan")
-    group.add_argument("--preset", choices=list(PLANS), help="a plan to start from: llama3 has 2 tp × 2 cp × 2 pp × 2 fsdp")
-    add_fields(group, rd.Plan)
+    if searched:
+        parser.set_defaults(preset=None)
+    else:
+        group.add_argument("--preset", choices=list(PLANS), help="a plan to start from: llama3 has 2 tp × 2 cp × 2 pp × 2 fsdp")
+    add_fields(group, rd.Plan, dict.fromkeys(searched, SEARCHED_FOR))
     group = parser.add_argument_group("model", "the fields of rd.ModelConfig")
     group.add_argument("--model", choices=[*PRESETS, *MODELS], default=model, metavar="NAME",
                        help=f"sizes to start from (default {model}): {', '.join(PRESETS)}; on paper only: {', '.join(MODELS)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -50,6 +51,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+SEARCHED_FOR = "searched for, unless it is given"  # in place of a default
+
+
+class Help(argparse.HelpFormatter):
+    """Keeps command lines as they are written, and fills the paragraphs between them."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = [part if part.startswith("    ") else super(Help, self)._fill_text(part, width, indent)
+                 for part in text.split("\n\n")]
+        return "\n\n".join(parts)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
@@ -65,6 +78,28 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def add_command(commands: Any, name: str, module: types.ModuleType) -> None:
+    """Add a command to `commands`, what `add_subparsers` has given: its module's docstring is what its help says."""
+    summary, _, more = (module.__doc__ or "").partition("\n")
+    more = more.strip("\n")
+    if more.startswith("    "):
+        more = "examples:\n\n" + more
+    parser = commands.add_parser(name, help=summary, description=summary, epilog=more, formatter_class=Help)
+    parser.set_defaults(parser=parser)
+    module.add_arguments(parser)
+
+
+def refuse_unknown(parser: Parser, unknown: Sequence[str]) -> NoReturn:
+    """End with one line on what nobody knows on a command line, and what may have been meant."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    if not word.startswith("-"):
+        parser.error(f"unexpected argument {word!r}; `{parser.prog} --help` says what is expected")
+    name = word.partition("=")[0]
+    near = difflib.get_close_matches(name, parser._option_string_actions, 1, 0.7)
+    perhaps = f" (perhaps {near[0]})" if near else ""
+    parser.error(f"unknown option {name}{perhaps}; `{parser.prog} --help` lists those there are")
+
+
 def add_fields(group: argparse._ArgumentGroup, owner: type, defaults: dict[str, Any] | None = None) -> None:
     """Add an option for each field of the dataclass `owner`; what is not given on the command line stays unset."""
     hints = typing.get_type_hints(owner)
@@ -77,7 +112,7 @@ def add_field(group: argparse._ArgumentGroup, name: str, hint: Any, default: Any
     """Add the option of one field, by its type; `text` is its help."""
     kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-    said = "" if default in (dataclasses.MISSING, None) else f"(default {default})"
+    said = "" if default in (dataclasses.MISSING, None) else f"({default})" if default == SEARCHED_FOR else f"(default {default})"
     options["help"] = f"{text} {said}".strip()
     choices = [choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)]
     if bool in kinds:

@@ -24,7 +24,7 @@ from refdist.paper.cluster import cluster
 from refdist.paper.draw import gigabytes, seconds
 from refdist.paper.flops import RUNS
 from refdist.paper.models import PLANS
-from refdist.paper.search import Found, Problem, of_plan, reasons, search
+from refdist.paper.search import SEARCHED, Found, Problem, of_plan, reasons, search
 from refdist.paper.state import STORED
 
 TOKENS = 16 * 2**20  # in a global batch, unless said otherwise: Llama 3's
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seq", type=positive, metavar="N", help=f"tokens in a sequence (default {SEQ})")
     group.add_argument("--top", type=positive, default=8, metavar="N", help="plans that are listed (default 8)")
     group.add_argument("--json", action="store_true", help="the plans as JSON")
-    add_plan_and_model(parser, "llama3-8b")
+    add_plan_and_model(parser, "llama3-8b", SEARCHED)
 
 
 def prepare(args: argparse.Namespace) -> Job:

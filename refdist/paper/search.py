@@ -2,6 +2,7 @@
 
     accelerators = tp × cp × pp × data            tp up to two servers, cp where sequences are long, pp up to one layer a chunk
     data         = DP, ZeRO 1, ZeRO 3 (FSDP)      whole sequences for each rank
+                   or HSDP: FSDP inside of each server or rack, DP across
     recompute    = the least that fits: none, then selective, then full
     micro-batch  = 1, 2 or 4 sequences;           chunks a stage: 1, or as many as there are layers for (interleaved)
 
@@ -28,11 +29,13 @@ from refdist.paper.state import Stored, smallest_number
 from refdist.parallel import context, tensor
 from refdist.parallel.plan import Plan
 
-__all__ = ["Found", "Problem", "of_plan", "reasons", "search"]
+__all__ = ["SEARCHED", "Found", "Problem", "of_plan", "reasons", "search"]
 
 LONG = 16384  # tokens of a sequence from which on context parallelism is tried, if whole sequences are not too few
 SHORTEST = 1024  # tokens of a sequence that a cp rank has at least
 CHUNKS = 4  # a stage, at most
+SEARCHED = ("dp", "fsdp", "zero", "tp", "cp", "cp_method", "pp", "micro_batches", "schedule", "virtual_stages", "recompute")
+"""Fields of a plan that are searched for, unless they are given."""
 
 
 class Problem(NamedTuple):
@@ -65,7 +68,7 @@ def search(problem: Problem) -> list[Found]:
         PlanError: none does, or there are more accelerators than the cluster has; says what would be needed.
     """
     problem.cluster.check_size(problem.gpus)
-    found = []
+    found, looked_at = [], 0
     fixed = problem.fixed
     for shape in _shapes(problem):
         if any(fixed[name] != value for name, value in shape.items() if name in fixed):
@@ -74,6 +77,7 @@ def search(problem: Problem) -> list[Found]:
             plan = Plan(**{**shape, **fixed, "recompute": recompute})
             if plan.world_size != problem.gpus:
                 break
+            looked_at += 1
             memory = _memory(problem, plan)
             if memory <= problem.cluster.accelerator.memory:
                 time = _seconds(problem, plan)
@@ -81,12 +85,29 @@ def search(problem: Problem) -> list[Found]:
                 break
     if not found:
         asked = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+        if not looked_at:
+            raise PlanError(_why_none(problem, asked))
         chip = problem.cluster.accelerator
         needed = smallest_number(problem.config.num_parameters(), problem.stored, chip.memory)
         asked += f"; the training state alone needs {needed:,}" if needed > problem.gpus else ""
         raise PlanError(f"no plan for {problem.gpus:,} × {chip.name} was found that fits {gigabytes(chip.memory)} each with a "
                         f"batch of {problem.batch:,} × {problem.seq:,} tokens{asked}")
     return sorted(found, key=lambda one: one.seconds)
+
+
+def _why_none(problem: Problem, asked: str) -> str:
+    """Why there is no plan to look at."""
+    given = {name: problem.fixed[name] for name in ("tp", "cp", "cp_method") if name in problem.fixed}
+    plan = Plan(**{"cp_method": "all_gather", **given})
+    try:
+        tensor.check(problem.config, plan)
+        context.check(problem.config, plan)
+    except PlanError as error:
+        return str(error)
+    servers = 2 * problem.cluster.levels[0].children
+    return (f"no plan{asked} shares {problem.gpus:,} GPUs out: tp × cp × pp × dp × fsdp must be {problem.gpus:,}, with tp up to "
+            f"{servers} (two servers), cp from {LONG:,} tokens a sequence on, pp up to {problem.config.num_hidden_layers} layers"
+            f" and equally many of {problem.batch:,} sequences for each of dp × fsdp; both of them only as HSDP")
 
 
 def of_plan(problem: Problem, plan: Plan) -> Found:
@@ -107,11 +128,12 @@ def _shapes(problem: Problem) -> Iterator[dict[str, Any]]:
                     continue
                 for together in (1, 2, 4):
                     if (batch // data) % together == 0 and (together == 1 or seq * together // cp <= LONG):
-                        yield from _variants(config, tp, cp, pp, data, batch // data // together)
+                        yield from _variants(problem, tp, cp, pp, data, batch // data // together)
 
 
-def _variants(config: ModelConfig, tp: int, cp: int, pp: int, data: int, micro_batches: int) -> Iterator[dict[str, Any]]:
+def _variants(problem: Problem, tp: int, cp: int, pp: int, data: int, micro_batches: int) -> Iterator[dict[str, Any]]:
     """Ways to share state over the data ranks, and chunks of a stage."""
+    config, held = problem.config, 1
     shape: dict[str, Any] = {"tp": tp, "cp": cp, "pp": pp, "micro_batches": micro_batches}
     if cp > 1:
         shape["cp_method"] = "all_gather"
@@ -120,6 +142,11 @@ def _variants(config: ModelConfig, tp: int, cp: int, pp: int, data: int, micro_b
     if pp > 1 and chunks > 1 and micro_batches % pp == 0:
         pipelines.append({"schedule": "interleaved", "virtual_stages": chunks})
     sharings = [{"fsdp": data, "zero": 1}, {"fsdp": data, "zero": 3}] if data > 1 else []
+    for level in problem.cluster.levels[:2]:
+        held *= level.children
+        within = held // (tp * cp * pp)
+        if held % (tp * cp * pp) == 0 and 1 < within < data and data % within == 0:
+            sharings.append({"dp": data // within, "fsdp": within, "zero": 3})
     for pipeline in pipelines:
         for sharing in [{"dp": data}, *sharings]:
             yield {**shape, **pipeline, **sharing}
