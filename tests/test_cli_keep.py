@@ -63,6 +63,21 @@ def test_the_sample_at_temperature_0_takes_the_likeliest_byte(tmp_path: Path, ca
         assert record["sample"] == "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in want)
 
 
+def test_what_has_diverged_is_kept_but_not_sampled_from(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "diverged"
+    assert main([*TRAIN, "--data", str(text), "--lr", "1e30", "--steps", "9", "--save", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert "a sample" not in out
+    assert "training has diverged and ends there (is --lr 1e+30 too high?)" in err
+    *steps, summary = lines((folder / "metrics.jsonl").read_text())
+    assert len(steps) == summary["steps"] < 9
+    assert steps[-1]["loss"] is None
+    assert summary["validation_loss"] is None
+    assert main(["sample", str(folder)]) == 2
+    assert capsys.readouterr().err == ("refdist sample: the model's logits are not finite: it has diverged, "
+                                       "and cannot be sampled from\n")
+
+
 def test_options_of_training_reach_the_trainer(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [*TRAIN, "--data", str(text), "--json", "--lr", "0.01"]
     assert main([*base, "--steps", "4", "--warmup", "2"]) == 0

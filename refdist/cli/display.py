@@ -42,15 +42,16 @@ class Terminal(Console):
         raise BrokenPipeError
 
 
-def make_console() -> Console:
+def make_console(**options: Any) -> Console:
     """A console that knows the user's terminal, which a rank does not see: its output is a pipe to mpirun.
 
     Our own parent has left a note. Another launcher tells nothing, and Open MPI's gives each rank a terminal of its own.
+    `options`: other arguments of rich's Console.
     """
     note = read_note(os.environ)
     if note is not None:
-        return Terminal(force_terminal=note.terminal, width=note.columns, highlight=False)
-    return Terminal(force_terminal=False if launched(os.environ) else None, highlight=False)
+        return Terminal(force_terminal=note.terminal, highlight=False, **{"width": note.columns, **options})
+    return Terminal(force_terminal=False if launched(os.environ) else None, highlight=False, **options)
 
 
 class Display:
@@ -110,14 +111,16 @@ class Lines(Display):
     def end(self, summary: Record) -> None:
         """Print how the model compares with the bigrams, and the sample."""
         better = summary["bigram_loss"] - summary["validation_loss"]
-        self._print(
-            "validation loss {validation_loss:.3f} nats per byte, bigram {bigram_loss:.3f}: ".format(**summary)
-            + f"{abs(better):.3f} {'better' if better >= 0 else 'worse'} than the bigram"
-        )
+        if math.isfinite(better):
+            self._print(
+                "validation loss {validation_loss:.3f} nats per byte, bigram {bigram_loss:.3f}: ".format(**summary)
+                + f"{abs(better):.3f} {'better' if better >= 0 else 'worse'} than the bigram"
+            )
         steps, ranks = counted(summary["steps"], "step"), counted(summary["world_size"], "rank")
         self._print("{} in {seconds:.0f} s on {} ({transport})".format(steps, ranks, **summary))
         self._print(utilization(summary))
-        self._print("a sample, after {prompt!r}:\n{sample}".format(**summary))
+        if "sample" in summary:
+            self._print("a sample, after {prompt!r}:\n{sample}".format(**summary))
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import threadpoolctl
 
 import refdist as rd
 from refdist.cli.options import positive
@@ -67,7 +68,8 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     if comm is not None and comm.rank != 0:
         return 0
     prompt = np.frombuffer(job.prompt.encode(), np.uint8)
-    written = as_text(generate(lambda input_ids: rd.reference.logits(job.config, job.params, input_ids), prompt, job.length,
-                               window=job.window, temperature=job.temperature, seed=job.seed))
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):  # products of one row: more threads only wait for each other
+        written = as_text(generate(lambda input_ids: rd.reference.logits(job.config, job.params, input_ids), prompt, job.length,
+                                   window=job.window, temperature=job.temperature, seed=job.seed))
     print(json.dumps({"prompt": job.prompt, "sample": written}) if job.json else job.prompt + written)
     return 0

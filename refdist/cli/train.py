@@ -1,5 +1,9 @@
 """Train a small Llama on text, on the ranks of a plan.
 
+    refdist train --dp 4 --steps 200
+    refdist train --fsdp 2 --tp 2 --data texts/ --save out --eval-every 50
+    refdist train --preset llama3 --steps 20
+
 Without --data the text is the Python standard library's own source. At the end the validation loss is compared with that
 of byte bigrams, and the model writes a few lines. --save keeps the model in Hugging Face's files, with the figures of every step.
 """
@@ -19,7 +23,7 @@ import refdist as rd
 from refdist.cli import keep, show_memory, utilization
 from refdist.cli.display import Display, Record, make_display
 from refdist.cli.job import add_common, check_fit, make_config, make_plan
-from refdist.cli.options import memory_size, natural, positive, scale
+from refdist.cli.options import memory_size, natural, positive, say, scale
 from refdist.device import Timeline
 from refdist.optim import warmup_cosine
 from refdist.train.bigram import bigram_log_probabilities, bigram_loss
@@ -139,7 +143,9 @@ def program(comm: rd.Comm, job: Job) -> int:
         display.begin(facts(job))
         start = time.perf_counter()
         flops = {"model": 0, "executed": 0}
-        validation, last_step = train(trainer, job, windows, display, records, flops)
+        with np.errstate(over="ignore", invalid="ignore"):  # the loss says so, in every step
+            validation, last_step = train(trainer, job, windows, display, records, flops)
+        diverged = _diverged(records[-1]) or not math.isfinite(validation)
         seconds, bytes_sent = time.perf_counter() - start, device.bytes_sent
         used = utilization.of_run(comm, flops, sum(record["seconds"] for record in records), job.peak)
         memory = show_memory.all_figures(comm, device) if job.memory else []
@@ -148,27 +154,38 @@ def program(comm: rd.Comm, job: Job) -> int:
             summary = {
                 "validation_loss": validation,
                 "bigram_loss": bigram_loss(bigram_log_probabilities(job.corpus.train), windows),
-                "steps": job.steps,
+                "steps": len(records),
                 "world_size": comm.size,
                 "transport": comm.transport.name,
                 "seconds": seconds,
-                "tokens": job.steps * job.batch * job.seq,
+                "tokens": len(records) * job.batch * job.seq,
                 "bytes_sent": bytes_sent,
                 **vars(used),
                 **({"memory": show_memory.as_json(memory)} if job.memory else {}),
                 **facts(job),
-                **sample(job, params),
+                **({} if diverged else sample(job, params)),
             }
             keep.results(job.save, job.plot, job.config, params, [*records, summary])
             display.end(summary)
     if last_step is not None and comm.rank == 0 and not job.json:
         print(f"{show_memory.memory_tables(memory)}\n\nlive memory of rank 0 over the last step\n{last_step.text()}", flush=True)
-    return 0
+    if diverged and comm.rank == 0:
+        what = f"loss is {records[-1]['loss']}" if _diverged(records[-1]) else f"validation loss is {validation}"
+        say(f"refdist train: the {what} in step {len(records)}: training has diverged and ends there "
+            f"(is --lr {job.lr:g} too high?)")
+    return int(diverged)
+
+
+def _diverged(record: Record) -> bool:
+    """Whether a step's loss is no number any more; what loss scaling has skipped does not count."""
+    return not (math.isfinite(record["loss"]) or record.get("skipped"))
 
 
 def train(trainer: rd.Trainer, job: Job, windows: np.ndarray, display: Display,
           records: list[Record], flops: dict[str, int]) -> tuple[float, Timeline | None]:
     """All steps, with a validation now and then and after the last, each into ``records``; this rank's FLOPs into ``flops``.
+
+    A loss that is no number is the last.
 
     Returns the last validation loss, and with ``job.memory`` the memory over the last step.
     """
@@ -201,6 +218,8 @@ def train(trainer: rd.Trainer, job: Job, windows: np.ndarray, display: Display,
             record["validation_loss"] = validation
         records.append(record)
         display.step(record)
+        if _diverged(record):
+            break
     return validation, timeline
 
 

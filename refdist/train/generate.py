@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from refdist.errors import ConfigError
 from refdist.numerics.random import random_words, stream
 
 __all__ = ["generate", "pick"]
@@ -32,11 +33,17 @@ def generate(
         logits: from input_ids [1, length] to the logits of each position [1, length, vocab].
         window: how many of the last tokens the model sees, at most.
         temperature: below 1 makes likely tokens likelier; 0 takes the likeliest.
+
+    Raises:
+        ConfigError: the model gives logits that are no numbers.
     """
     tokens = np.asarray(prompt, dtype=np.int64)
     uniform = random_words(stream(seed, "sample"), [count]) / 2.0**32  # [count] in [0, 1)
     for number in uniform:
-        last = logits(tokens[None, -window:])[0, -1]  # [vocab]
+        with np.errstate(over="ignore", invalid="ignore"):  # which the next line sees
+            last = logits(tokens[None, -window:])[0, -1]  # [vocab]
+        if not np.isfinite(last).all():
+            raise ConfigError("the model's logits are not finite: it has diverged, and cannot be sampled from")
         tokens = np.append(tokens, pick(last, float(number), temperature))
     return tokens[len(prompt) :]
 
