@@ -113,6 +113,34 @@ def test_train_falls_back_to_in_process_ranks_without_an_mpi_library(text: Path)
     assert json_lines(done.stdout)[-1]["transport"] == "in-process"
 
 
+def test_ranks_that_are_far_too_many_for_the_cores_run_in_this_process(text: Path, capsys: pytest.CaptureFixture[str],
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "RANKS_A_CORE", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("mpirun was started"))
+    assert main(["train", "--dp", "3", "--json", "--data", str(text), *SMALL]) == 0
+    assert "refdist: 3 in-process ranks (3 MPI ranks would be more than 1 a core" in capsys.readouterr().err
+
+
+def test_mpi_ranks_take_no_modules_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "safetensors.py").write_text("raise RuntimeError('a module of the working directory was taken')")
+    check = ["check", "--dp", "2", "--batch", "2", "--seq", "4"]
+    done = run_limited([sys.executable, "-c", launch._ELSEWHERE, *check], 120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "refdist: 2 MPI ranks (" in done.stderr
+
+
+def test_a_diverged_run_says_so_in_one_line(text: Path) -> None:
+    for where in (["--in-process"], []):
+        done = run_limited([*REFDIST, "train", "--dp", "2", "--lr", "1e30", "--json", "--data", str(text), *SMALL, *where], 120)
+        assert done.returncode == 1, where
+        first, *said = done.stderr.splitlines()
+        assert ("2 in-process ranks" if where else "2 MPI ranks") in first
+        assert len(said) == 1
+        assert re.match(r"refdist train: the (validation )?loss is (nan|inf) in step \d: training has diverged", said[0]), said
+        assert "sample" not in json_lines(done.stdout)[-1]
+
+
 def test_train_learns_more_than_bigrams(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "train --model tiny --batch 8 --seq 32 --steps 90 --lr 0.01 --dp 2 --in-process --json --data".split()
     assert main([*arguments, str(text)]) == 0
@@ -266,7 +294,13 @@ REFUSED = {
     "train --max-position-embeddings 64 --seq 65": "--seq 65 is longer than max_position_embeddings=64",
     "train --rope-scaling x": "argument --rope-scaling: not JSON",
     "train --model huge": "argument --model: invalid choice: 'huge'",
-    "train --nonsense 1": "unrecognized arguments: --nonsense 1",
+    "train --nonsense 1": "refdist train: unknown option --nonsense; `refdist train --help` lists those there are",
+    "train --micro-batch 4": "refdist train: unknown option --micro-batch (perhaps --micro-batches);",
+    "show schedule 1f1b --stage=3": "refdist show schedule: unknown option --stage (perhaps --stages);",
+    "plan --gpus 8 --preset llama3": "refdist plan: unknown option --preset",
+    "show schedule 1f1b --latency -1": "argument --latency: expected a time of at least 0",
+    "show barrier --root 1": "refdist show barrier: unknown option --root",
+    "check gpipe": "refdist check: unexpected argument 'gpipe'; `refdist check --help` says what is expected",
     "fly": "'fly': expected one of train, sample, check, show, plan, bench; `refdist --help` describes them",
     "": "expected one of train, sample, check, show, plan, bench",
 }

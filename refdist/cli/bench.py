@@ -1,6 +1,6 @@
 """Measure how fast something is: `refdist bench TOPIC …`.
 
-A topic is a module like that of a command, with `add_arguments(parser)`, `prepare(args)` and `program(comm, job)`.
+Each topic has a help of its own: `refdist bench TOPIC --help`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import refdist as rd
 from refdist.cli import bench_collectives, bench_numerics, bench_property, bench_step
+from refdist.cli.options import add_command
 
 TOPICS: dict[str, ModuleType] = {"collectives": bench_collectives, "step": bench_step, "numerics": bench_numerics,
                                  "property": bench_property}
@@ -20,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the topics."""
     topics = parser.add_subparsers(dest="topic", required=True, metavar="|".join(TOPICS))
     for name, module in TOPICS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(topics.add_parser(name, help=summary, description=summary))
+        add_command(topics, name, module)
 
 
 def prepare(args: argparse.Namespace) -> Any:

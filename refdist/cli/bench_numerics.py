@@ -24,7 +24,7 @@ import threadpoolctl
 from rich.table import Table
 
 import refdist as rd
-from refdist.cli.display import Terminal
+from refdist.cli.display import make_console
 from refdist.cli.options import above_0
 from refdist.numerics import CHIPS, FORMATS, convert, to_float32
 from refdist.numerics.chips import INPUTS
@@ -131,7 +131,7 @@ def _best(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[float]:
 
 def show(conversions: list[dict[str, Any]], products: list[dict[str, Any]]) -> None:
     """The figures for a person."""
-    console = Terminal(soft_wrap=True, highlight=False)
+    console = make_console(soft_wrap=True)
     table = Table("conversion", "numbers", "ns each", "NumPy", "ratio", box=None, pad_edge=False)
     for record in conversions:
         table.add_row(record["conversion"], record["numbers"], f"{record['ns']:.2f}", f"{record['numpy_ns']:.2f}",

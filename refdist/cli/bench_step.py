@@ -29,7 +29,7 @@ from rich.table import Table
 
 import refdist as rd
 from refdist.cli import utilization
-from refdist.cli.display import Terminal
+from refdist.cli.display import make_console
 from refdist.cli.job import RankJob, add_common, check_fit, make_config, make_plan
 from refdist.cli.options import positive
 from refdist.device.events import Event, Kernel
@@ -170,7 +170,7 @@ def _rss_mb() -> float:
 
 def show(job: Job, record: dict[str, Any]) -> None:
     """The figures for a person."""
-    console = Terminal(soft_wrap=True, highlight=False)
+    console = make_console(soft_wrap=True)
     sizes = " × ".join(f"{axis}={size}" for axis, size in job.plan.sizes.items() if size > 1) or "one rank"
     console.print(f"{job.config.num_hidden_layers} layers of {job.config.hidden_size}, {record['parameters']:,} parameters, "
                   f"batch {job.batch} × {job.seq}, {job.precision}, {sizes} ({record['transport']}), {os.cpu_count()} cores")

@@ -1,4 +1,14 @@
-"""Each gradient of a plan against the single device's, as a table; with ``--mutate``, those of a refdist broken on purpose."""
+"""Each gradient of a plan against the single device's, as a table; with `--mutate`, those of a refdist broken on purpose.
+
+    refdist check --fsdp 2 --tp 2
+    refdist check --pp 4 --micro-batches 8 --schedule zb_h1 --recompute full
+    refdist check --mutate data/gradients_averaged_over_ranks_again --dp 3
+    refdist check --mutate list
+
+Each line of the table is a parameter: the largest difference of its gradient from the single device's, absolute and relative,
+and the ratio of the two, which names many a bug (1/dp, tp, the number of micro-batches). Exit status 1: the loss or a gradient
+differs by more than rounding explains.
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ from refdist.parallel.plan import Plan
 
 NOTE = "REFDIST_PARENT"  # the parent's note to the ranks that it starts, in their environment
 SLURM_SPECIAL_STEPS = 0xFFFF_FFF0  # step ids from here on are batch scripts, interactive shells and the like
+RANKS_A_CORE = 32  # MPI ranks that are started without being asked for; more would take longer to start than to run
+_ELSEWHERE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from refdist.cli.main import main; sys.exit(main())"
 SESSION_FOLDER = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and of 4
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -207,7 +209,7 @@ def rank_environment(runtime: Runtime, environ: Mapping[str, str], folder: str) 
 
 
 def start_ranks(runtime: Runtime, ranks: int, arguments: Sequence[str]) -> int:
-    """Run `python -m refdist arguments…` on `ranks` MPI ranks and return its exit status.
+    """Run `refdist arguments…` on `ranks` MPI ranks and return its exit status.
 
     Rank 0 writes its status to a file, since mpirun prints a page of its own about a rank that exits with 1. Ctrl-C and
     the other signals that end a program are passed on; after them mpirun's own words on the matter, on either stream
@@ -216,11 +218,16 @@ def start_ranks(runtime: Runtime, ranks: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="refdist-") as folder:
         note = Note(os.path.join(folder, "status"), sys.stdout.isatty(), shutil.get_terminal_size().columns)
         environ = {**rank_environment(runtime, os.environ, folder), NOTE: json.dumps(asdict(note))}
-        status = run_and_pass_signals(command_line(runtime, ranks, ["-m", "refdist", *arguments]), environ)
+        status = run_and_pass_signals(command_line(runtime, ranks, [*_program(), *arguments]), environ)
         written = Path(note.status_file)
         if status == 0 and written.exists():
             return int(written.read_text())
         return status
+
+
+def _program() -> list[str]:
+    """What makes Python run refdist, with modules from the working directory only where this process takes them from there."""
+    return ["-m", "refdist"] if sys.path[:1] in ([""], [os.getcwd()]) else ["-c", _ELSEWHERE]
 
 
 def run_and_pass_signals(command: list[str], environ: dict[str, str]) -> int:

@@ -23,7 +23,7 @@ import threadpoolctl
 
 import refdist as rd
 from refdist.cli import bench, check, launch, plan, sample, show, train
-from refdist.cli.options import Parser, counted, say
+from refdist.cli.options import Parser, add_command, counted, refuse_unknown, say
 from refdist.train.data import DataError
 
 __all__ = ["main"]
@@ -36,7 +36,9 @@ ERRORS_OF_USE = (rd.PlanError, rd.ConfigError, DataError, launch.LaunchError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (sys.argv's by default); returns the exit status: 0, 1 (failed check), 2 (error of use), 130."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    args = parser().parse_args(words)
+    args, unknown = parser().parse_known_args(words)
+    if unknown:
+        refuse_unknown(args.parser, unknown)
     world = launch.launched(os.environ)
     try:
         status = start(args, words) if world is None else join(args, world)
@@ -69,8 +71,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"refdist {importlib.metadata.version('refdist')}")
     commands = top.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        add_command(commands, name, module)
     return top
 
 
@@ -82,7 +83,10 @@ def start(args: argparse.Namespace, words: Sequence[str]) -> int:
         return command.program(None, job)
     ranks = job.plan.world_size
     why = "--in-process" if args.in_process else "one rank needs no other"
-    if ranks > 1 and not args.in_process:
+    most = launch.RANKS_A_CORE * (os.cpu_count() or 1)
+    if ranks > most and not args.in_process:
+        why = f"{ranks} MPI ranks would be more than {launch.RANKS_A_CORE} a core; mpirun starts them all the same"
+    elif ranks > 1 and not args.in_process:
         runtime = launch.find_runtime()
         if isinstance(runtime, launch.Runtime):
             say(f"refdist: {ranks} MPI ranks ({runtime.kind} {runtime.version}, {launch.shortened(runtime.mpirun)})")

@@ -1,7 +1,6 @@
 """Show how something works: `refdist show TOPIC …`.
 
-A topic is a module like that of a command, with `add_arguments(parser)`, `prepare(args)` and `program(comm, job)`. Where
-its job's plan is None, nothing runs on ranks.
+Each topic has a help of its own: `refdist show TOPIC --help`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from refdist.cli import (
     show_precision,
     show_schedule,
 )
+from refdist.cli.options import add_command
 
 TOPICS: dict[str, ModuleType] = {"schedule": show_schedule, "layout": show_layout, "memory": show_memory,
                                  "attention": show_attention, "hardware": show_hardware, "cluster": show_cluster,
@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the topics."""
     topics = parser.add_subparsers(dest="topic", required=True, metavar="|".join(TOPICS))
     for name, module in TOPICS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(topics.add_parser(name, help=summary, description=summary))
+        add_command(topics, name, module)
 
 
 def prepare(args: argparse.Namespace) -> Any:

@@ -21,6 +21,7 @@ import refdist as rd
 from refdist.cli.options import output_file, positive
 from refdist.comm.tracing import COLLECTIVES, Trace, trace
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 TOPICS = tuple(operation.replace("_", "-") for operation in COLLECTIVES)
 
 
@@ -42,8 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = f"{', '.join(names)} (default: what a small array gets)" if names else "there is one only"
     parser.add_argument("--algorithm", metavar="NAME", help=said)
     parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="default 4")
-    parser.add_argument("--root", type=int, default=0, metavar="RANK", help="of those that have one (default 0)")
-    parser.add_argument("--groups", type=_groups, metavar="0,1/2,3", help="which ranks share a node, for hierarchical")
+    parser.set_defaults(root=0, groups=None)
+    if operation in ROOTED:
+        parser.add_argument("--root", type=int, default=0, metavar="RANK", help="default 0")
+    if "hierarchical" in names:
+        parser.add_argument("--groups", type=_groups, metavar="0,1/2,3", help="which ranks share a node, for hierarchical")
     parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the picture as SVG")
     parser.add_argument("--json", action="store_true", help="one object a step: its messages, and what each rank holds")
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 import refdist as rd
-from refdist.cli.display import Terminal
+from refdist.cli.display import make_console
 from refdist.cli.job import add_plan_and_model, make_config, make_plan
 from refdist.comm.mesh import AXES
 from refdist.comm.reduction import bounds
@@ -73,9 +73,9 @@ def program(comm: rd.Comm | None, job: Job) -> int:
             places = [places[0], f"and {len(places) - 1} others"]
         table.add_row(row["name"], str(row["shape"]), *([row["stage"]] if staged else []), cut,
                       ", ".join(row["partial_over"]) or "nothing", "; ".join(places))
-    console = Terminal(highlight=False)
+    console = make_console()
     if not console.is_terminal:
-        console = Terminal(width=200, highlight=False)
+        console = make_console(width=200)
     console.print(table)
     held: Counter[tuple[str, str]] = Counter()
     for row in rows:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import refdist as rd
-from refdist.cli.display import Terminal
+from refdist.cli.display import make_console
 from refdist.cli.options import PRESETS, output_file, positive
 from refdist.parallel.pipeline import SCHEDULES, Schedule, Times, check, make_schedule, promise, read_schedule, simulate
 from refdist.parallel.pipeline.action import KINDS, PLACEMENTS, Action
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", type=_times, default=Times(Fraction(1), Fraction(1), Fraction(1)), metavar="F,B,W[,F&B]",
                         help="of a micro-batch's forward, input and weight gradient on a stage (default 1,1,1); with a fourth, "
                         "that of a forward and a backward that overlap")
-    parser.add_argument("--latency", type=Fraction, default=Fraction(0), metavar="T", help="of a message (default 0)")
+    parser.add_argument("--latency", type=_latency, default=Fraction(0), metavar="T", help="of a message (default 0)")
     parser.add_argument("--check", action="store_true", help="say whether the schedule is right, and if not, where it is wrong")
     parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the chart as SVG")
     parser.add_argument("--json", action="store_true", help="the schedule, or with --check all figures, as JSON")
@@ -83,6 +83,16 @@ def _times(text: str) -> Times:
     if not 3 <= len(values) <= 4 or min(values) < 0 or min(values[0], values[1] + values[2]) == 0:
         raise argparse.ArgumentTypeError(f"expected three or four times, such as 1,1,1 or 2,3,1.5, not {text!r}")
     return Times(*values)
+
+
+def _latency(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a time of at least 0, such as 0.5 or 1/2, not {text!r}")
+    return value
 
 
 def prepare(args: argparse.Namespace) -> Job:
@@ -137,7 +147,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
 
 def draw(job: Job, lanes: Lanes) -> None:
     """Print the chart."""
-    console = Terminal(highlight=False)
+    console = make_console()
     title, facts, notes = texts(job, lanes)
     console.print(title, style="bold", markup=False)
     console.print(terminal_chart(lanes, console.width, console.color_system is not None, notes), soft_wrap=True, end="")

@@ -67,7 +67,8 @@ def load_corpus(paths: Sequence[str | Path] = (), seq: int = 1) -> Corpus:
     texts = [(is_validation(name), read_bytes(path)) for name, path in files]
     texts = [(validation, text) for validation, text in texts if text]
     if not texts:
-        raise DataError(f"no text in {origin}: {len(files)} file{'s' * (len(files) != 1)}, all empty")
+        found = f"{len(files)} file{'s' * (len(files) != 1)}, all empty" if files else "no file that may be text"
+        raise DataError(f"no text in {origin}: {found}")
     if len(texts) == 1:
         return split_by_blocks(texts[0][1], seq, origin)
     train, validation = (b"".join(text + FILE_END for v, text in texts if v == part) for part in (False, True))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ def read_actions(lists: Any) -> tuple[tuple[Action, ...], ...]:
         PlanError: something else than that; says where.
     """
     if not isinstance(lists, Sequence) or isinstance(lists, str) or not lists:
-        raise PlanError("a schedule is a list with one list of actions for each stage")
+        raise PlanError(f"expected a list with one list of actions for each stage, not {reprlib.repr(lists)}")
     return tuple(tuple(_read_stage(stage, actions)) for stage, actions in enumerate(lists))
 
 
@@ -173,11 +174,14 @@ def read_schedule(text: str, placement: str | None = None, name: str = "own") ->
     try:
         read = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"the schedule is not JSON: {error}") from None
+        raise PlanError(f"the schedule {name} is not JSON: {error}") from None
     if isinstance(read, dict):
         placement = placement or read.get("placement")
         read = read.get("actions")
-    return from_lists(read, placement or "loop", name)
+    try:
+        return from_lists(read, placement or "loop", name)
+    except PlanError as error:
+        raise PlanError(f"the schedule {name}: {error}") from None
 
 
 def from_lists(lists: Any, placement: str = "loop", name: str = "own") -> Schedule:

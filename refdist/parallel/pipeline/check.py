@@ -53,8 +53,8 @@ def require_valid(schedule: Schedule) -> None:
     """Raise PlanError, with where the mistakes are, unless the schedule is valid."""
     faults = check(schedule)
     if faults:
-        more = f"\n  … and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise PlanError(f"the schedule {schedule.name} is wrong:\n  " + "\n  ".join(map(str, faults[:8])) + more)
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise PlanError(f"the schedule {schedule.name} is wrong: " + "; ".join(map(str, faults[:8])) + more)
 
 
 # ---------------------------------------------------------------------------------------------------- each stage alone
