@@ -115,6 +115,8 @@ def svg() -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/draw_axes.py FOLDER")
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "axes.svg").write_text(svg(), encoding="utf-8")

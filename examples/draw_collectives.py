@@ -28,4 +28,6 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/draw_collectives.py FOLDER")
     draw(Path(sys.argv[1]))

@@ -36,5 +36,7 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/draw_schedules.py FOLDER")
     draw(Path(sys.argv[1]))
     print(f"{len(SCHEDULES)} charts")

@@ -159,4 +159,7 @@ def main(folder: Path, steps: int = STEPS, *names: str) -> int:
 
 
 if __name__ == "__main__":
+    unknown = [name for name in sys.argv[3:] if name not in PLANS]
+    if len(sys.argv) < 2 or unknown or not all(words.isdigit() for words in sys.argv[2:3]):
+        sys.exit(f"usage: python examples/dress_rehearsal.py FOLDER [STEPS [PLAN …]]; the plans are {'; '.join(PLANS)}")
     sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:]))

@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="FILE", help="also draw the table")
     options = parser.parse_args(arguments)
     lengths = [2**e for e in range(4, options.largest.bit_length())]
+    print("relative errors in units of 2^-24: root mean square / mean\n")
     print(f"{'K':>6}" + "".join(f"{name:>22}" for name in MODES))
     errors = []
     for length in lengths:

@@ -12,7 +12,8 @@ EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "fp16_ac
 
 def test_the_table_shows_what_the_example_says(capsys):
     runpy.run_path(str(EXAMPLE))["main"](["--largest", "1024", "--rows", "20"])
-    header, *lines = capsys.readouterr().out.splitlines()
+    unit, _, header, *lines = capsys.readouterr().out.splitlines()
+    assert "in units of 2^-24" in unit
     assert re.split(r"  +", header.strip()) == ["K", "BLAS fp32", "v100 fp32", "h100 fp32", "BLAS fp16", "h100 fp16"]
     table = np.array([[float(number) for number in line.replace("/", " ").split()] for line in lines])
     np.testing.assert_array_equal(table[:, 0], 2 ** np.arange(4, 11))

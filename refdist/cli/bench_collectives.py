@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import refdist as rd
-from refdist.cli.options import above_0, output_file, positive
+from refdist.cli.options import above_0, counted, output_file, positive
 from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
 from refdist.comm.choose import ANY, DEFAULT, Row, Table
 from refdist.comm.reduction import bounds
@@ -127,7 +127,8 @@ def program(comm: rd.Comm, job: Job) -> int:
         if comm.rank == 0:
             print(json.dumps(record) if job.json else _line(record), flush=True)
     if comm.rank == 0 and not job.json:
-        print("\n".join(summary(records)))
+        for line in summary(records):
+            print(line)
     if comm.rank == 0 and job.table is not None:
         fastest(records).save(job.table)
     return int(not all(record["correct"] for record in records))
@@ -238,7 +239,7 @@ def _title(comm: rd.Comm, job: Job) -> str:
     mpi = getattr(comm.transport, "mpi", None)
     library = "in process" if mpi is None else mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
     names = f"{'collective':<15} {'algorithm':<19} {'bytes':>10} {'time us':>11}"
-    return (f"# {comm.size} ranks, {library}, {job.dtype}; bandwidths in GB/s\n"
+    return (f"# {counted(comm.size, 'rank')}, {library}, {job.dtype}; bandwidths in GB/s\n"
             f"{names} {'native us':>11} {'ratio':>6} {'algbw':>8} {'busbw':>8}")
 
 

@@ -180,7 +180,7 @@ def show(job: Job, record: dict[str, Any]) -> None:
                   f"{record['rss_before_mb']:.0f} before")
     if "speedup" in record:
         console.print(f"one rank alone: {record['single_rank_tokens_per_s']:,.0f} tokens/s; all ranks {record['speedup']:.2f} ×")
-    table = Table("kernel", *(("calls", "ms", "share", "GFLOP/s")), box=None, pad_edge=False)
+    table = Table("kernel, in one step more", *(("calls", "ms", "share", "GFLOP/s")), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     total = sum(row["seconds"] for row in record["kernels"].values())

@@ -16,8 +16,9 @@ from typing import Any
 import refdist as rd
 from refdist.cli.job import add_plan_and_model
 from refdist.cli.on_paper import model_and_plan
-from refdist.cli.options import above_0, positive
+from refdist.cli.options import above_0, counted, positive
 from refdist.cli.tables import table
+from refdist.paper.draw import seconds
 from refdist.paper.flops import RUNS, megatron, of_model, palm, per_token
 from refdist.paper.hardware import ACCELERATORS, FORMATS, Accelerator, accelerator
 
@@ -84,11 +85,11 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     rows += [["forward, causal attention at half", f"{total / 1e9:,.1f}", ""], ["training, × 3", f"{3 * total / 1e9:,.1f}", ""]]
     print(table(["GFLOP a token", "", ""], rows, [1, 2]) + "\n")
     rows = [[name, f"{value / 1e15:,.1f}", says] for name, value, says in found["conventions"]]
-    print(table([f"PFLOP a step of {job.batch:,} sequences", "", ""], rows, [1]) + "\n")
+    print(table([f"PFLOP a step of {counted(job.batch, 'sequence')}", "", ""], rows, [1]) + "\n")
     if "mfu" in found:
         peak = f"{job.accelerator.flops(job.format) / 1e12:,.1f} TFLOP/s dense {job.format}"
         print(f"{job.gpus:,} × {job.accelerator.name}, {peak}: "
-              f"{found['tokens_per_second']:,.0f} tokens/s, {found['step_seconds']:.2f} s a step, "
+              f"{found['tokens_per_second']:,.0f} tokens/s, {seconds(found['step_seconds'])} a step, "
               f"{found['flops_per_second'] / 1e12:,.1f} model TFLOP/s each")
         print(f"MFU {100 * found['mfu']:.1f} %, HFU {100 * found['hfu']:.1f} % with recompute={job.planned.recompute}")
     return 0
