@@ -423,3 +423,40 @@ def test_errors_name_what_exists() -> None:
         rd.run(lambda comm: comm.scatter([np.zeros(1), np.zeros((1, 1))]), 2)
     with pytest.raises(ValueError, match="arrays have"):
         rd.run(lambda comm: comm.all_gather(x, out=np.zeros(7), algorithm="direct"), 2)
+
+
+@pytest.mark.parametrize("scheduler", range(4))
+def test_works_on_two_views_of_one_group_do_not_collide(scheduler: int) -> None:
+    """`bind` gives another view, whose calls are numbered with the group's own."""
+    def program(comm: rd.Comm) -> list[list[float]]:
+        view, generator = comm.bind(rd.Device()), np.random.default_rng([scheduler, comm.rank])
+        works = [comm.start("all_reduce", np.full(50, 1.0 + comm.rank), algorithm="ring"),
+                 view.start("all_reduce", np.full(50, 100.0 + comm.rank), algorithm="ring")]
+        for _ in range(6):
+            works[generator.integers(2)].test()
+        sums: list[Any] = [None, None]
+        for place in generator.permutation(2):  # each rank waits in an order of its own
+            sums[place] = works[place].wait()
+        return [sorted(set(total.tolist())) for total in sums]
+
+    assert rd.run(program, ranks=4, scheduler=scheduler) == [[[10.0], [406.0]]] * 4
+
+
+@pytest.mark.parametrize("scheduler", range(3))
+def test_groups_that_only_some_ranks_have_made_do_not_confuse_later_ones(scheduler: int) -> None:
+    def program(comm: rd.Comm) -> tuple[Any, ...]:
+        group = comm.split(comm.rank % 2)
+        assert group is not None
+        if comm.rank % 2 == 0:
+            group = group.split(0)  # these ranks have used one context id more
+            assert group is not None
+        mesh = rd.Mesh(comm, tp=2, dp=2)
+        after = comm.split(0, key=-comm.rank)
+        assert after is not None
+        x = np.arange(2.0) + comm.rank
+        return tuple(part.all_reduce(x).tolist() for part in (group, mesh.axis("tp"), mesh.axis("tp", "dp"), after))
+
+    every = [6.0, 10.0]
+    wanted = [([2.0, 4.0] if rank % 2 == 0 else [4.0, 6.0], [1.0, 3.0] if rank < 2 else [5.0, 7.0], every, every)
+              for rank in range(4)]
+    assert rd.run(program, ranks=4, scheduler=scheduler) == wanted

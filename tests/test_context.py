@@ -93,6 +93,16 @@ def test_kv_heads_fewer_than_ranks_as_many_and_more(way, kv_heads):
         assert largest(got, wanted) < 1e-13
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("way", "ranks"), [("ring", 3), ("all_gather", 3), ("ulysses", 4), ("ring of pairs", 4),
+                                            ("ring of pairs", 6), ("all_gather of pairs", 4)])
+def test_every_short_length(way, ranks, layout):
+    """Few positions a rank, or none: what pairs of ranks hold together is in no order then."""
+    for length in range(1, 2 * ranks + 1):
+        got, wanted = compare(way, ranks, layout, length=length)
+        assert largest(got, wanted) < 1e-12, length
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("way", WAYS)
 def test_rounding_errors_are_at_most_twice_a_single_devices(way, dtype):

@@ -16,7 +16,9 @@ from refdist.model.layout import layout
 from refdist.numerics import LossScale, matmul
 from refdist.numerics.loss_scale import loss_scale_of
 from refdist.numerics.precision import DTYPES
-from refdist.parallel import data, fsdp
+from refdist.parallel import data, fsdp, storage
+from refdist.parallel.fsdp import zero1, zero2, zero3
+from refdist.parallel.pipeline import tied
 from refdist.testing.compare import differences
 from refdist.testing.precision import poisoned
 
@@ -273,7 +275,9 @@ def test_which_loss_scale_an_option_means():
     assert loss_scale_of(None, "bf16") is loss_scale_of(None, "fp32") is None
     assert loss_scale_of("dynamic", "bf16").growth_interval == 2000
     assert (loss_scale_of(128, "fp64").value, loss_scale_of(128, "fp64").growth_interval) == (128.0, None)
-    assert loss_scale_of(dynamic, "fp32") is dynamic
+    taken = loss_scale_of(dynamic, "fp32")
+    assert taken is not dynamic
+    assert vars(taken) == vars(dynamic)
 
 
 @pytest.mark.parametrize(("plan", "value"), list(zip(
@@ -310,6 +314,58 @@ def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(plan, value):
             np.testing.assert_allclose(array, want[name], rtol=0, atol=2e-4)
         for got, wanted in zip(moments, want_moments, strict=True):
             assert not differences(got, wanted, 0.02)
+
+
+def test_ranks_that_are_given_one_loss_scale_take_copies_of_it():
+    config, params = model()
+    given = LossScale(2.0**24, growth_interval=2)
+
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(dp=2), comm, rd.SGD(0.1), "fp16", params=params, loss_scale=given)
+        return [trainer.step(*batch(config, 4, 8)).loss_scale for _ in range(12)], trainer.full_params()
+
+    (scales, first), (others, second) = rd.run(program, 2)
+    assert scales == others
+    assert len(set(scales)) > 2
+    assert given.value == 2.0**24
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_rotary_tables_are_in_float32(precision):
+    config, params = model()
+
+    def program(comm):
+        _, context = rd.Trainer(config, rd.Plan(), comm, precision=precision, params=params).replica._context(9)
+        return context.cos.dtype, context.sin.dtype
+
+    assert rd.run(program, 1) == [(np.float32, np.float32)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"dp": 2}, {"fsdp": 2, "zero": 1}, {"fsdp": 2, "zero": 2}, {"fsdp": 2}, {"pp": 2}])
+def test_the_heads_use_of_a_tied_matrix_is_added_up_in_the_format_of_sums(fields, monkeypatch):
+    config, params = model(tie_word_embeddings=True)
+    formats = set()
+
+    def adding(module, original):
+        def spy(total, term):
+            if total.shape[1:] == (config.hidden_size,) and len(total) in (config.vocab_size, -(-config.vocab_size // 2)):
+                formats.add(total.dtype)
+            return original(total, term)
+        monkeypatch.setattr(module, "add", spy)
+
+    for module in (storage, tied, zero1, zero2, zero3):
+        if hasattr(module, "add"):
+            adding(module, module.add)
+    plan = rd.Plan(**fields, micro_batches=3, accumulate_dtype="fp32")
+
+    def program(comm):
+        trainer = rd.Trainer(config, plan, comm, precision="bf16", params=params)
+        trainer.forward_backward(*batch(config, 8, 6))
+
+    rd.run(program, plan.world_size)
+    assert formats == {np.dtype(np.float32)}
 
 
 def test_a_real_overflow_is_skipped_until_the_scale_fits_and_warns_about_nothing():

@@ -61,6 +61,18 @@ def test_masks_differ_by_seed_layer_and_place_and_drop_as_many_as_they_should():
             assert (mask == other).mean() == pytest.approx(0.8**2 + 0.2**2, abs=0.01)
 
 
+def test_attention_masks_differ_by_seed_layer_and_row():
+    config, _ = model(**DROPPING)
+    place = np.arange(50)
+    everything = slice(0, 2), slice(0, config.num_attention_heads), slice(0, 50), slice(0, 50)
+    masks = [(whole(config, rows=2, seq=50, seed=seed).attention(layer)(place, place, 0)(*everything) > 0)[row]
+             for seed in (1, 2) for layer in (0, 1) for row in (0, 1)]
+    for i, mask in enumerate(masks):
+        assert mask.mean() == pytest.approx(0.7, abs=0.02)
+        for other in masks[:i]:
+            assert (mask == other).mean() == pytest.approx(0.7**2 + 0.3**2, abs=0.02)
+
+
 def test_gradients_are_those_of_the_dropped_out_loss():
     config, params = model(**DROPPING, attention_bias=True)
     ids, labels = batch(config, rows=3, seq=7)

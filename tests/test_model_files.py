@@ -134,6 +134,18 @@ def test_what_cannot_be_read_is_named(tmp_path, spoil, message):
         load_params(tmp_path)
 
 
+def test_files_of_an_earlier_save_go_and_those_of_others_stay(tmp_path):
+    config, params = model()
+    save_params(tmp_path, config, params, max_shard_bytes=5000)
+    others = ["model-notes.safetensors", "model_ema.safetensors", "model-1-of-2.safetensors"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    assert len(list(tmp_path.glob("model-0*.safetensors"))) > 2
+    save_params(tmp_path, config, params)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["config.json", "model.safetensors", *others])
+    assert load_params(tmp_path)[0] == config
+
+
 def test_a_shard_that_is_missing_or_incomplete_is_named(tmp_path):
     save_params(tmp_path, *model(), max_shard_bytes=5000)
     first = sorted(tmp_path.glob("model-*.safetensors"))[0]

@@ -819,3 +819,16 @@ def test_operands_are_widened_part_by_part(inputs, rows, terms, columns):
         wide = multiply(a, b, out=np.empty(want.shape, np.float32))
         assert np.abs(wide - want).max(initial=0) <= 1e-5 * np.abs(want).max(initial=1e-300)
         assert np.array_equal(multiply(a, b), wide.astype(dtype))
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize(("inputs", "chip"), [("fp32", None), ("fp16", None), ("fp16", "h100"), ("e4m3", "h100")])
+def test_the_result_may_take_the_place_of_an_operand(inputs, chip, accumulate):
+    generator = np.random.default_rng(9)
+    a, b, c = generator.standard_normal((3, 24, 24)).astype(np.float32)
+    want = rd.numerics.matmul(a, b, c, inputs=inputs, accumulate=accumulate, tensor_core=chip).astype(np.float32)
+    for place in range(3):
+        operands = [x.copy() for x in (a, b, c)]
+        got = rd.numerics.matmul(*operands, inputs=inputs, accumulate=accumulate, tensor_core=chip, out=operands[place])
+        assert got is operands[place]
+        np.testing.assert_array_equal(got, want)

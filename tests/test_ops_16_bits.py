@@ -39,6 +39,24 @@ def near(got, want, bound, dtype=None):
     assert error <= bound * np.abs(want).max(initial=1e-300), f"error {error / np.abs(want).max():.2e}, bound {bound:.2e}"
 
 
+def test_the_scale_of_the_loss_is_not_rounded(draw):
+    """1 / tokens has more bits than 16, and a loss scale may be larger than the largest fp16."""
+    generator = np.random.default_rng(7)
+    labels = generator.integers(0, 90, 50)
+    for scale, size in ((1 / 3, 0.0), (1 / 7, 0.0), (2.0**17, 20.0)):
+        logits = draw(50, 90)
+        logits[np.arange(50), labels] += draw.dtype.type(size)
+        _, lse = ops.cross_entropy(logits, labels)
+        want = ops.cross_entropy_backward(scale, logits.astype(np.float64), labels, lse.astype(np.float64))
+        ordinary = np.abs(want) > 2.0**-14
+        ordinary[np.arange(50), labels] &= size == 0  # p - 1 is exact to fewer bits where p is nearly 1
+        assert np.count_nonzero(ordinary) > 500
+        for got in (ops.cross_entropy_backward(scale, logits.copy(), labels, lse),
+                    vocabulary.part_cross_entropy_backward(scale, logits.copy(), labels, lse, 0)):
+            error = np.abs(got.astype(np.float64) - want)[ordinary] / np.abs(want)[ordinary]
+            assert error.max() <= 1.02 * draw.u
+
+
 def test_rms_norm_whose_squares_leave_fp16(draw):
     x, dy, gain = draw(3, 5, 700, scale=300), draw(3, 5, 700), draw(700)  # Σ x² is 10⁷ and more
     y, r = ops.rms_norm(x, gain, EPS)

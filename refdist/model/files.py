@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ __all__ = ["load_params", "save_params"]
 
 FORMATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))  # what these files are called; others are not ours
 DERIVED = "rotary_emb.inv_freq"  # old checkpoints hold the frequencies, which follow from the configuration
 
 
@@ -99,7 +101,7 @@ def save_params(
         for file in written:
             file.replace(directory / file.name)
         for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
-            if old.name not in {file.name for file in written}:
+            if OWN.fullmatch(old.name) and old.name not in {file.name for file in written}:
                 old.unlink(missing_ok=True)
     finally:
         shutil.rmtree(aside)

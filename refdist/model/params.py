@@ -48,6 +48,8 @@ def check_params(config: ModelConfig, params: Mapping[str, np.ndarray]) -> None:
             f"parameters do not fit the configuration: missing {missing[:5] or 'none'}, not expected {extra[:5] or 'none'}"
         )
     for name, shape in shapes.items():
+        if not hasattr(params[name], "dtype"):
+            raise ConfigError(f"{name}: found a {type(params[name]).__name__}, expected an array")
         if np.shape(params[name]) != shape:
             raise ConfigError(f"{name}: found shape {np.shape(params[name])}, expected {shape}")
     formats = sorted({str(p.dtype) for p in params.values()})

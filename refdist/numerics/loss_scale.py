@@ -10,6 +10,7 @@ scaling rounds nothing that is not too small or too large anyway.
 
 from __future__ import annotations
 
+import copy
 import math
 
 __all__ = ["LossScale", "loss_scale_of"]
@@ -60,12 +61,13 @@ def loss_scale_of(option: str | float | LossScale | None, precision: str) -> Los
     """The loss scale that an option asks for.
 
     Args:
-        option: "dynamic"; a number, which stays; a `LossScale`; None: dynamic with fp16, none otherwise, since the exponents of
+        option: "dynamic"; a number, which stays; a `LossScale`, of which a copy is taken, since ranks in one process may be given
+            the same one; None: dynamic with fp16, none otherwise, since the exponents of
             bf16 reach as far down as those of fp32.
         precision: name of the preset.
     """
     if isinstance(option, LossScale):
-        return option
+        return copy.copy(option)
     if option == "dynamic" or (option is None and precision == "fp16"):
         return LossScale()
     if option is None:

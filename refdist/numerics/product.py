@@ -73,7 +73,8 @@ def matmul(
     with np.errstate(over="ignore", invalid="ignore"):
         a, b = _inputs(a, source, step is not None), _inputs(b, source, step is not None)
     c = None if c is None else round_to(c, accumulate)
-    y = out if out is not None and out.dtype == np.float32 else aligned_empty(shape, np.float32)
+    apart = out is not None and not (np.may_share_memory(out, a) or np.may_share_memory(out, b))
+    y = out if out is not None and out.dtype == np.float32 and apart else aligned_empty(shape, np.float32)
     _multiply(a, b, c, source, step, accumulate, promote_every, y)
     if out is None:
         return convert(y, "fp16") if accumulate == "fp16" else y

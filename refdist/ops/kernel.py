@@ -78,7 +78,7 @@ def in_two_steps(matmul: Callable[..., np.ndarray]) -> tuple[Callable[..., np.nd
 
 
 def row_blocks(
-    *arrays: np.ndarray, out: Sequence[np.ndarray] = (), scratch: int = 0, elements: int = BLOCK
+    *arrays: np.ndarray, out: Sequence[np.ndarray] = (), scratch: int = 0, elements: int | None = None
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Walk over arrays [..., n_i] of equal leading dimensions, as views [rows, n_i] of at most `elements` elements.
 
@@ -90,12 +90,12 @@ def row_blocks(
         out: those that are written; C-contiguous; one may be among `arrays`. Their views come after those that are read.
         scratch: so many working blocks, shaped like the first array's and in its accumulation format, come after the
             views; their memory is the same from block to block.
-        elements: of one block.
+        elements: of one block; BLOCK unless given.
     """
     flat = [a.reshape(-1, a.shape[-1]) if a.size else a.reshape(0, a.shape[-1]) for a in (*arrays, *out)]
     rows, width = flat[0].shape
     narrow = [place for place, a in enumerate(flat) if has_16_bits(a.dtype)]
-    step = max(1, elements // max([1, *[a.shape[1] for a in flat]]))
+    step = max(1, (elements or BLOCK) // max([1, *[a.shape[1] for a in flat]]))
     if rows <= step and not narrow:  # one block
         if rows:
             yield (*flat, *[empty_like(flat[0], None, accumulation_dtype(flat[0])) for _ in range(scratch)])

@@ -184,6 +184,10 @@ DATA = [
              "add(self.gradients[EMBEDDING], 2 * self._head)", also=("fsdp", "tp", "cp", "pp")),
     Mutation("data/norm_counts_every_replica", "dp", "T21", _REPLICA + "squared_norm",
              "own_part(owned[name][1], replicas)", "owned[name][1]", also=("fsdp", "cp", "pp")),
+    Mutation("data/head_gradient_of_the_last_chunk", "dp", "", "refdist.model.transformer:head_forward_backward",
+             "dw = dw_chunk if dw is None else call(ops.add, dw, dw_chunk)", "dw = dw_chunk"),
+    Mutation("data/positions_of_another_length", "dp", "", "refdist.parallel.replica:Replica._context",
+             "if self._shared is None or self._shared[0] != length:", "if self._shared is None:"),
 ]
 
 _ZERO = "refdist.parallel.fsdp.zero"
@@ -344,6 +348,10 @@ TENSOR = [
              "else self.comm.all_reduce(dy)"),
     Mutation("tensor/heads_are_not_put_back_in_order", "tp", "", _SHARDING + "unshard", "pieces[::row.copies]",
              "pieces[:len(pieces) // row.copies]"),
+    Mutation("tensor/chunks_by_its_own_columns", "tp", "H5", "refdist.model.transformer:head_forward_backward",
+             "ops.token_chunks(labels.size, tensor.columns)", "ops.token_chunks(labels.size, w.shape[0])"),
+    Mutation("tensor/labels_wrap_in_their_own_integers", "tp", "K9", "refdist.parallel.replica:Replica._micro_batches",
+             "(array.astype(np.int64, copy=False) for array in (input_ids, labels))", "(input_ids, labels)"),
 ]
 
 _RING = "refdist.parallel.context.ring:Attention."
@@ -380,6 +388,10 @@ CONTEXT = [
     Mutation("context/gathered_gradients_are_not_reduced", "cp", "K5", _ALL_GATHER + "_scatter",
              'return self.comm.start("reduce_scatter", x, axis=1)',
              'return self.comm.start("reduce_scatter", x * (self.comm.rank == 0), axis=1)'),
+    Mutation("context/positions_taken_to_be_in_order", "cp", "", "refdist.parallel.context.ring:Attention._sees",
+             "keys.min() <= queries.max()", "keys[0] <= queries[-1]"),
+    Mutation("context/dropout_of_the_first_heads_in_every_tile", "cp", "", "refdist.ops.attention:_factors",
+             "slice(heads.start * group, heads.stop * group)", "slice(0, (heads.stop - heads.start) * group)"),
 ]
 
 _BASE = "refdist.parallel.storage:BaseStorage."

@@ -245,11 +245,11 @@ def model_configs(draw: DrawFn, layers: Sequence[int] = (1, 2, 3)) -> ModelConfi
 def batches(draw: DrawFn, smallest: int = 1, largest: int = 8) -> Batch:
     """Batches whose sequences have unequal numbers of labels that count, down to none; at least one label counts in all."""
     size = draw(st.integers(smallest, max(smallest, largest)))
-    length = draw(_any_of(4, 3, 5, 8, 1))
+    length = draw(_any_of(4, 3, 5, 6, 8, 1))
     valid = draw(st.lists(st.integers(0, length), min_size=size, max_size=size))
     if not any(valid):
         valid[-1] = 1
-    return Batch(tuple(valid), length, draw(_SEEDS))
+    return Batch(tuple(valid), length, draw(_SEEDS), draw(_any_of(None, None, None, 3, 7)))
 
 
 PlanAxis: TypeAlias = Callable[[DrawFn, ModelConfig, int], dict[str, Any]]
@@ -365,7 +365,7 @@ def training_cases(draw: DrawFn, axes: Sequence[str] = (), largest: int = 8) -> 
     attention, hidden = draw(_any_of((0.0, 0.0), (0.3, 0.3), (0.0, 0.0), (0.3, 0.0), (0.0, 0.0), (0.0, 0.3), (0.0, 0.0)))
     config = dataclasses.replace(config, attention_dropout=attention, hidden_dropout=hidden)
     return TrainingCase(world, config, plan, batch, draw(_SEEDS), draw(_SELDOM), draw(st.one_of(_SGD, _NESTEROV)),
-                        draw(_ADAMW), draw(_any_of(None, 0.5, 2.0)), draw(st.booleans()), draw(_RARELY))
+                        draw(_ADAMW), draw(_any_of(None, 0.5, 2.0)), draw(st.booleans()), draw(_RARELY), draw(_RARELY))
 
 
 @st.composite

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ import refdist as rd
 from refdist.model.layout import parameter_shapes
 from refdist.optim import Optimizer
 from refdist.testing.compare import BOUND, Wanted, flat
+from refdist.testing.tiles import small_tiles
 from refdist.testing.worlds import World
 
 __all__ = ["AdamWFields", "Batch", "SGDFields", "SingleDevice", "TrainingCase", "random_batch", "random_params",
@@ -48,11 +50,19 @@ class AdamWFields:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch as data: how many labels count in each sequence, of how many tokens, and the seed of which."""
+    """A global batch as data: how many labels count in each sequence, of how many tokens, and the seed of which.
+
+    ``later``: of how many tokens the sequences of later steps are; None: of as many.
+    """
 
     valid: tuple[int, ...]
     length: int
     seed: int
+    later: int | None = None
+
+    def length_in(self, step: int) -> int:
+        """Tokens of a sequence in a step, counted from 0."""
+        return self.length if step == 0 or self.later is None else self.later
 
 
 def random_params(config: rd.ModelConfig, seed: int) -> Arrays:
@@ -69,20 +79,26 @@ def random_params(config: rd.ModelConfig, seed: int) -> Arrays:
 
 
 def random_batch(config: rd.ModelConfig, batch: Batch, step: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """``input_ids`` and ``labels`` [batch, seq]; in each sequence as many labels count as the batch says, at random places."""
+    """``input_ids`` and ``labels`` [batch, seq]; in each sequence as many labels count as the batch says, at random places.
+
+    Their integers are of one byte, with a sign only where one is needed, or of more.
+    """
     generator = np.random.default_rng([batch.seed, step])
-    shape = len(batch.valid), batch.length
+    length = batch.length_in(step)
+    shape = len(batch.valid), length
     ids = generator.integers(0, config.vocab_size, shape)
     labels = generator.integers(0, config.vocab_size, shape)
     for row, valid in enumerate(batch.valid):
-        labels[row, generator.permutation(batch.length)[valid:]] = -100
-    return ids, labels
+        labels[row, generator.permutation(length)[valid:]] = -100
+    least = np.uint8 if labels.min() >= 0 else np.int8
+    of_ids, of_labels = (np.int64, np.uint8)[generator.integers(2)], (np.int64, np.int32, least)[generator.integers(3)]
+    return ids.astype(of_ids), labels.astype(of_labels)
 
 
-def random_segments(batch: Batch) -> np.ndarray:
+def random_segments(batch: Batch, step: int = 0) -> np.ndarray:
     """``segment_ids`` [batch, seq]: up to three documents packed into each sequence, cut at random places."""
     generator = np.random.default_rng([batch.seed, 99])
-    return np.sort(generator.integers(0, 3, (len(batch.valid), batch.length)), axis=1)
+    return np.sort(generator.integers(0, 3, (len(batch.valid), batch.length_in(step))), axis=1)
 
 
 class SingleDevice:
@@ -153,7 +169,8 @@ class Expected:
     """What a case must give, computed once for all ranks.
 
     Attributes:
-        params, batches, segments: what goes in.
+        params, batches: what goes in.
+        segments: of each batch, or None.
         clip_norm: the clipping threshold.
         loss, grads: of the first batch.
         devices: by optimizer, after all steps.
@@ -162,7 +179,7 @@ class Expected:
 
     params: Arrays
     batches: list[tuple[np.ndarray, np.ndarray]]
-    segments: np.ndarray | None
+    segments: list[np.ndarray | None]
     clip_norm: float | None
     loss: float
     grads: Wanted
@@ -184,6 +201,7 @@ class TrainingCase:
         clip: the clipping threshold in units of the first step's gradient norm; None: no clipping.
         packed: whether there are several documents in a sequence.
         alone: whether ``rd.loss_and_grads`` is asked for the first batch's gradients as well.
+        tiled: whether the kernels cut into small tiles, on the ranks but not in the reference (:mod:`refdist.testing.tiles`).
     """
 
     world: World
@@ -197,6 +215,7 @@ class TrainingCase:
     clip: float | None
     packed: bool = False
     alone: bool = False
+    tiled: bool = False
 
     def check(self, implementations: Mapping[str, Any] | None = None, bound: float = BOUND) -> None:
         """Run it on in-process ranks, and hold every rank's results against the single device's.
@@ -206,7 +225,8 @@ class TrainingCase:
             bound: of the difference, as a part of a parameter's scale (``compare.py``).
         """
         expected = self.expected(bound)
-        self.world.run(lambda comm: self.check_rank(comm, expected, implementations, bound))
+        with small_tiles() if self.tiled else nullcontext():
+            self.world.run(lambda comm: self.check_rank(comm, expected, implementations, bound))
 
     def expected(self, bound: float = BOUND) -> Expected:
         """Train on a single device, with each optimizer."""
@@ -220,7 +240,8 @@ class TrainingCase:
         for device in devices.values():
             device.step(loss, grads)
             device.step(*self._single(device.params, batches, 2))
-        return Expected(params, batches, self._segments(), clip_norm, loss, Wanted(grads, bound), devices,
+        segments = [self._segments(step) for step in range(2)]
+        return Expected(params, batches, segments, clip_norm, loss, Wanted(grads, bound), devices,
                         {name: Wanted(device.params, bound) for name, device in devices.items()},
                         {name: {moment: Wanted(arrays, bound) for moment, arrays in device.moments.items()}
                          for name, device in devices.items()})
@@ -231,7 +252,7 @@ class TrainingCase:
         def on(what: str) -> Callable[[], str]:
             return lambda: f"{what} on rank {comm.rank} of {comm.size}, {self.plan}"
 
-        first, segments = expected.batches[0], expected.segments
+        first, (segments, later_segments) = expected.batches[0], expected.segments
         if self.alone:
             loss, grads = rd.loss_and_grads(self.config, self.plan, expected.params, *first, comm=comm, segment_ids=segments,
                                             dropout_seed=self._dropout_seed(1), implementations=implementations)
@@ -253,7 +274,7 @@ class TrainingCase:
                 trainer.replica.storage.updated()
                 trainer.use(optimizer)
             trainer.update(step_1)
-            step_2 = trainer.step(*expected.batches[1], segments)
+            step_2 = trainer.step(*expected.batches[1], later_segments)
             _require_near([step_2.loss, step_2.grad_norm], expected.devices[name].history[1],
                           on(f"loss and gradient norm in step 2 of {name}"), bound)
             expected.after[name].require(trainer.full_params(), on(f"parameters after two steps of {name}"))
@@ -263,11 +284,11 @@ class TrainingCase:
                 arrays.require(trainer.replica.gather(mine), on(f"{moment} after two steps of {name}"))
 
     def _single(self, params: Arrays, batches: list[tuple[np.ndarray, np.ndarray]], step: int) -> tuple[float, Arrays]:
-        return rd.reference.loss_and_grads(self.config, params, *batches[step - 1], segment_ids=self._segments(),
+        return rd.reference.loss_and_grads(self.config, params, *batches[step - 1], segment_ids=self._segments(step - 1),
                                            dropout_seed=self._dropout_seed(step))
 
-    def _segments(self) -> np.ndarray | None:
-        return random_segments(self.batch) if self.packed else None
+    def _segments(self, step: int) -> np.ndarray | None:
+        return random_segments(self.batch, step) if self.packed else None
 
     def _dropout_seed(self, step: int) -> int | None:
         """The trainer's, as its documentation has it."""

@@ -60,8 +60,8 @@ class Trainer:
         device: where memory, kernels and messages are counted; a new one if None.
         clip_norm: gradients of a larger global norm are scaled down to it; None: never.
         implementations: rooms that take the place of refdist's own, such as ``{"data": module}``.
-        loss_scale: ``"dynamic"``, a number that stays, or a :class:`~refdist.numerics.LossScale`; None: dynamic with fp16, else
-            no loss scaling, and then no step is skipped.
+        loss_scale: ``"dynamic"``, a number that stays, or a :class:`~refdist.numerics.LossScale`, of which a copy is taken; None:
+            dynamic with fp16, else no loss scaling, and then no step is skipped.
 
     Attributes:
         steps: updates so far; steps that were skipped do not count, neither for the learning rate nor for Adam's moments.
@@ -135,9 +135,9 @@ class Trainer:
         """The seed of the dropout masks of a step, counted from 1: what the reference is given to draw the same masks."""
         return (self.seed << 32) + step
 
-    def evaluate(self, input_ids: np.ndarray, labels: np.ndarray) -> float:
-        """The mean loss over the valid tokens of a global batch, without training on it."""
-        return self.replica.forward_only(input_ids, labels)
+    def evaluate(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None) -> float:
+        """The mean loss over the valid tokens of a global batch, without training on it; arguments as in :meth:`step`."""
+        return self.replica.forward_only(input_ids, labels, segment_ids)
 
     def full_params(self) -> dict[str, np.ndarray]:
         """Copies of all parameters, whole, by name; collective."""

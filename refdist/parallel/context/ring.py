@@ -115,9 +115,9 @@ class Attention:
         return start_hop(self.comm, self.device, name, arrays, self.chunks.lengths[(source - 1) % self.comm.size])
 
     def _sees(self, source: int) -> bool:
-        """Whether any query of this rank may see a key from ``source``."""
+        """Whether any query of this rank may see a key from ``source``; what ranks hold together is in no order."""
         queries, keys = self.chunks.positions[self.comm.rank], self.chunks.positions[source]
-        return bool(len(queries) and len(keys) and keys[0] <= queries[-1])
+        return bool(len(queries) and len(keys) and keys.min() <= queries.max())
 
     def _mask(self, source: int, dropout: DropoutFor | None) -> tuple[ops.AttentionMask, Any]:
         """Who sees whom in the chunk from ``source``, and what dropout does there."""
