@@ -94,7 +94,15 @@ def start(args: argparse.Namespace, words: Sequence[str]) -> int:
         why = f"{runtime}; `pip install 'refdist[mpi]'` brings one"
     say(f"refdist: {counted(ranks, 'in-process rank')} ({why})")
     threadpoolctl.threadpool_limits(1, user_api="blas")  # a rank has one BLAS thread, wherever it runs
-    return rd.run(lambda comm: command.program(comm, job), ranks=ranks)[0]
+    return rd.run(lambda comm: on_rank(command, comm, job), ranks=ranks)[0]
+
+
+def on_rank(command: Any, comm: rd.Comm, job: Any) -> int:
+    """A command's program on one rank, whose number a device's error does not know."""
+    try:
+        return command.program(comm, job)
+    except rd.OutOfDeviceMemory as error:
+        raise rd.OutOfDeviceMemory(f"rank {comm.rank}: {error}") from None
 
 
 def join(args: argparse.Namespace, world: launch.Launched) -> int:
@@ -119,7 +127,7 @@ def join(args: argparse.Namespace, world: launch.Launched) -> int:
     if comm.rank == 0 and note is None:
         say(f"refdist: {counted(comm.size, 'MPI rank')}, started by {world.launcher}")
     try:
-        status = command.program(comm, job)
+        status = on_rank(command, comm, job)
     except ERRORS_OF_USE as error:  # what only the trainer could see, and then on every rank
         refused(comm, str(error), args.command)
         status = 2

@@ -66,14 +66,11 @@ def program(comm: rd.Comm | None, job: Job | paper.Job) -> int:
         return paper.program(job)
     assert comm is not None
     device = rd.Device(capacity=job.capacity)
-    try:
-        trainer = rd.Trainer(job.config, job.plan, comm, precision=job.precision, seed=job.seed, device=device)
-        trainer.step(*_batch(job))  # after the first step the arena is warm
-        timeline = Timeline(device)
-        trainer.step(*_batch(job))
-        timeline.stop()
-    except rd.OutOfDeviceMemory as error:
-        raise rd.OutOfDeviceMemory(f"rank {comm.rank}: {error}") from None
+    trainer = rd.Trainer(job.config, job.plan, comm, precision=job.precision, seed=job.seed, device=device)
+    trainer.step(*_batch(job))  # after the first step the arena is warm
+    timeline = Timeline(device)
+    trainer.step(*_batch(job))
+    timeline.stop()
     title = f"live memory of rank {job.rank} over one training step"
     picture = (timeline.text() + "\0" + timeline.svg(title)).encode() if comm.rank == job.rank else b""
     text, svg = comm.broadcast(np.frombuffer(picture, np.uint8), root=job.rank).tobytes().decode().split("\0")
