@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refdist as rd
-from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, gather, inprocess, reduce, reduce_scatter, scatter
 from refdist.comm.inprocess import _InProcess
 
 DTYPES = [np.dtype(kind) for kind in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16",
@@ -460,3 +460,43 @@ def test_groups_that_only_some_ranks_have_made_do_not_confuse_later_ones(schedul
     wanted = [([2.0, 4.0] if rank % 2 == 0 else [4.0, 6.0], [1.0, 3.0] if rank < 2 else [5.0, 7.0], every, every)
               for rank in range(4)]
     assert rd.run(program, ranks=4, scheduler=scheduler) == wanted
+
+
+def test_only_a_loop_of_polls_in_which_nothing_moves_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inprocess, "_FRUITLESS_POLLS", 50)
+
+    def computes(comm: rd.Comm) -> Any:
+        if comm.rank == 1:
+            x = comm.recv(0)
+            comm.send(2 * x, 0)
+            return x
+        bound = comm.bind(device := rd.Device())
+        work = bound.irecv(1)
+        for _ in range(1000):
+            device.call(np.negative, np.ones(1))
+        bound.send(np.ones(3), 1)
+        return work.wait()
+
+    assert [x.tolist() for x in rd.run(computes, 2)] == [[2.0] * 3, [1.0] * 3]
+
+    def polls_while_others_talk(comm: rd.Comm) -> int:
+        if comm.rank == 0:
+            work, looks = comm.irecv(1), 0
+            while not work.test():
+                looks += 1
+            return looks
+        for _ in range(1000):
+            comm.sendrecv(np.ones(1), 3 - comm.rank, 3 - comm.rank)
+        if comm.rank == 1:
+            comm.send(np.ones(1), 0)
+        return 0
+
+    assert rd.run(polls_while_others_talk, 3, scheduler=1)[0] > 200
+
+    def polls_for_ever(comm: rd.Comm) -> None:
+        work = comm.irecv(1 - comm.rank)
+        while not work.test():
+            pass
+
+    with pytest.raises(rd.DeadlockError, match="polls, and in 50 polls a rank nobody has sent"):
+        rd.run(polls_for_ever, 2)

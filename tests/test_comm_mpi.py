@@ -34,6 +34,12 @@ def test_a_rank_with_a_work_under_way_meets_one_without(ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_straight_way_gives_what_the_general_one_does(ranks: int) -> None:
+    done = run_ranks(ranks, [__file__, "straight"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(not os.environ.get("REFDIST_TEST_HUGE"), reason="REFDIST_TEST_HUGE=1 sends 2^31 bytes and more")
 def test_messages_beyond_two_gigabytes() -> None:
     done = run_ranks(2, [__file__, "huge"], timeout=280)
@@ -134,6 +140,49 @@ def mixed(comm: rd.Comm) -> None:
             comm.send(data[comm.rank], right, tag=3)
         if opened is not None:
             np.testing.assert_array_equal(opened.wait(), data[left])
+
+
+def straight(comm: rd.Comm) -> None:
+    """What ``refdist.comm.straight`` tells apart: operations, orders, sizes around its limits, memory of ``out``, Works open."""
+    size, rank = comm.size, comm.rank
+    rng = np.random.default_rng(size)
+    for length in (1, 8, 300 * size):
+        data = [size * rng.integers(-9, 9, length * size).astype(np.float64) for _ in range(size)]  # means are exact too
+        for op, total in (("avg", sum(data) / size), ("min", np.minimum.reduce(data)), ("sum", sum(data))):
+            for algorithm in (None, "direct"):
+                np.testing.assert_array_equal(comm.all_reduce(data[rank], op, algorithm), total)
+                np.testing.assert_array_equal(comm.reduce_scatter(data[rank], op=op, algorithm=algorithm),
+                                              np.array_split(total, size)[rank])
+        big = [np.roll(np.resize([1e16, 1.0, -1e16, 3.0, 7.0], length * size), shift) for shift in range(size)]
+        in_order = big[0]
+        for other in big[1:]:
+            in_order = in_order + other
+        np.testing.assert_array_equal(comm.all_reduce(big[rank], order="rank"), in_order)
+        np.testing.assert_array_equal(comm.reduce_scatter(big[rank], order="rank"), np.array_split(in_order, size)[rank])
+    for nbytes in (2047, 2048, 2049, 2056, 2057):
+        for length in (nbytes, size * nbytes):
+            bytes_of = [rng.integers(-9, 9, length).astype(np.int8) for _ in range(size)]
+            total = sum(bytes_of)
+            for algorithm in (None, "direct", "recursive_doubling", "rabenseifner"):
+                np.testing.assert_array_equal(comm.all_reduce(bytes_of[rank], algorithm=algorithm), total)
+            np.testing.assert_array_equal(comm.reduce_scatter(bytes_of[rank], algorithm="direct"),
+                                          np.array_split(total, size)[rank])
+            np.testing.assert_array_equal(comm.all_gather(np.array_split(total, size)[rank], out=np.empty_like(total)), total)
+    for more in range(1, size):  # shards on both sides of what travels with its header
+        whole = rng.standard_normal(256 * size + more)
+        np.testing.assert_array_equal(comm.all_gather(np.array_split(whole, size)[rank], out=np.empty_like(whole)), whole)
+    x = np.arange(12.0 * size).reshape(4 * size, 3)
+    for algorithm in (None, "direct"):
+        every_other, part = np.zeros((8 * size, 3))[::2], np.zeros((8, 3))[::2]
+        np.testing.assert_array_equal(comm.all_reduce(x, algorithm=algorithm, out=every_other), size * x)
+        np.testing.assert_array_equal(every_other, size * x)
+        np.testing.assert_array_equal(comm.reduce_scatter(x, algorithm=algorithm, out=part), size * x[4 * rank:4 * rank + 4])
+        np.testing.assert_array_equal(part, size * x[4 * rank:4 * rank + 4])
+    for length in (9000, 30):  # rank 0 has to go on with its Work while it waits in another call
+        work = comm.start("all_reduce", np.ones(length), algorithm="ring")
+        first = comm.all_reduce(np.ones(4), algorithm="direct") if rank == 0 else None
+        np.testing.assert_array_equal(work.wait(), np.full(length, size))
+        np.testing.assert_array_equal(comm.all_reduce(np.ones(4), algorithm="direct") if rank else first, np.full(4, size))
 
 
 def huge(comm: rd.Comm) -> None:

@@ -36,7 +36,7 @@ __all__ = ["Scheduler", "run"]
 
 Result = TypeVar("Result")
 Scheduler = Callable[[list[int]], int]
-_FRUITLESS_POLLS = 100_000
+_FRUITLESS_POLLS = 100_000  # a rank, after which a loop of nothing else is taken to be endless
 
 
 def run(program: Callable[[Comm], Result], ranks: int, scheduler: str | int | Scheduler = "fifo", sends: str = "buffered",
@@ -101,7 +101,7 @@ class _World:
         self.stranded = False  # a rank has finished without coming to settle
         self.runnable: deque[int] = deque(range(size))
         self.transports = [_InProcess(self, rank) for rank in range(size)]
-        self.idle_polls = 0
+        self.idle_polls = 0  # since anybody has sent, received or run a kernel
 
     def run(self, program: Callable[[Comm], Result]) -> list[Result]:
         self.hub = greenlet.getcurrent()
@@ -302,6 +302,7 @@ class _InProcess(Transport):
 
     def _check(self) -> None:
         """Refuse to communicate after a failure, and for another rank than the one that runs."""
+        self.world.idle_polls = 0
         if self.world.error is not None:
             self.world.check_failure()
         if greenlet.getcurrent() is not self.greenlet:
@@ -318,7 +319,6 @@ class _InProcess(Transport):
             receive.payload = send.payload.copy()
         if receive.state and send.description:
             receive.expected = None
-        self.world.idle_polls = 0
         for request, side in ((receive, receiver), (send, send.state)):
             request.done = True
             if side.waiting_for is not None and request in side.waiting_for:
@@ -334,10 +334,11 @@ class _InProcess(Transport):
             request.verify(self)
         return True
 
-    def pause(self) -> None:
-        self.world.idle_polls += 1
+    def pause(self, polls: bool = False) -> None:
+        self.world.idle_polls = self.world.idle_polls + 1 if polls else 0
         if self.world.idle_polls > _FRUITLESS_POLLS * self.size:
-            raise DeadlockError(f"rank {self.rank} polled {_FRUITLESS_POLLS} times, and no message moved meanwhile")
+            raise DeadlockError(f"rank {self.rank} polls, and in {_FRUITLESS_POLLS} polls a rank nobody has sent, received or "
+                                "computed")
         self.world.wake(self)
         self._switch()
 

@@ -508,7 +508,7 @@ class _MPI(Transport):
                 request.verify(self)
         return done
 
-    def pause(self) -> None:
+    def pause(self, polls: bool = False) -> None:
         self.watchdog.check()
 
     def wait(self, requests: Sequence[Request]) -> None:

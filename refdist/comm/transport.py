@@ -224,8 +224,8 @@ class Transport(abc.ABC):
         """Make progress without blocking; True if all are done and verified."""
 
     @abc.abstractmethod
-    def pause(self) -> None:
-        """Let time pass for a rank that polls: in process, other ranks run."""
+    def pause(self, polls: bool = False) -> None:
+        """Let time pass for a rank that computes, or that ``polls`` and does nothing else: in process, other ranks run."""
 
     @abc.abstractmethod
     def wait(self, requests: Sequence[Request]) -> None:

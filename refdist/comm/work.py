@@ -58,9 +58,12 @@ class Work:
         self._transport.active.remove(self)
 
     def test(self) -> bool:
-        """Progress; True when the result is there."""
+        """Progress; True when the result is there.
+
+        In process a loop of nothing but this, in which no message moves, ends with a DeadlockError at some time.
+        """
         if not self.advance():
-            self._transport.pause()
+            self._transport.pause(polls=True)
             self.advance()
         return self.done
 
