@@ -208,8 +208,8 @@ def test_placements() -> None:
             Schedule(((),), 1, wrong[1], wrong[0])
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "idle_time"), [(2, 2, 1.0), (2, 3, 0.5), (3, 3, 2.0), (3, 4, 1.0), (3, 5, 1.0),
-                                                                   (4, 4, 3.0), (4, 5, 2.0), (4, 7, 1.5)])
+@pytest.mark.parametrize(("stages", "micro_batches", "idle_time"), [
+    (2, 2, 1.0), (2, 3, 0.5), (3, 3, 2.0), (3, 4, 1.0), (3, 5, 1.0), (4, 4, 3.0), (4, 5, 2.0), (4, 7, 1.5)])
 def test_zb_v_with_few_micro_batches_idles_no_longer_than_it_has_to(stages, micro_batches, idle_time):
     """Below 2 p micro-batches the paper promises nothing; its order, with one micro-batch more to warm up, would idle longer."""
     spans = simulate(make_schedule("zb_v", stages, micro_batches), Times(ONE, ONE, ONE))
