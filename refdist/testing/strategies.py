@@ -58,6 +58,7 @@ _SHARDED_MICRO_BATCHES = (1, 2, 1, 2, 3, 1, 2)
 _PIPELINE_MICRO_BATCHES = (2, 1, 3, 2, 1, 4, 6)
 _LONG_PIPELINE_MICRO_BATCHES = (1, 2, 3, 1, 4, 2, 6)  # often fewer than warm-up would take
 _WORLDS = (2, 4, 2, 1, 2, 4, 2, 3, 8, 3)  # ranks of a plan of one axis that draws no replicas, at most
+_WORLDS_OF_TP = (2, 4, 4, 8, 4, 2, 4, 3)  # where only powers of two cut heads
 _WORLDS_OF_MANY = (4, 2, 4, 3, 2, 4, 2, 1, 4, 8, 2, 4, 6, 4, 8, 16)  # of other plans
 
 
@@ -282,7 +283,7 @@ def _fsdp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
 
 @plan_axis("tp")
 def _tp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
-    fitting = [size for size in (2, 1, 4, 8) if size <= room and config.num_attention_heads % size == 0]
+    fitting = [size for size in (2, 4, 2, 4, 8, 1) if size <= room and config.num_attention_heads % size == 0]
     return {"tp": draw(_any_of(*fitting)), "sequence_parallel": draw(st.booleans()), "save_gathered": draw(st.booleans())}
 
 
@@ -327,7 +328,7 @@ def _pp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
 def plans(draw: DrawFn, config: ModelConfig, axes: Sequence[str] = (), largest: int = 8) -> Plan:
     """Plans of at most ``largest`` ranks that fit the model; of the given axes only, or of all that there are."""
     chosen = list(axes) or list(PLAN_AXES)
-    worlds = _WORLDS if chosen in (["dp"], ["tp"], ["cp"]) else _WORLDS_OF_MANY
+    worlds = _WORLDS if chosen in (["dp"], ["cp"]) else _WORLDS_OF_TP if chosen == ["tp"] else _WORLDS_OF_MANY
     most = room = draw(_any_of(*[size for size in worlds if size <= largest]))
     fields: dict[str, Any] = {}
     for axis in draw(_orders_of(*chosen)):
