@@ -85,7 +85,7 @@ def start(args: argparse.Namespace, words: Sequence[str]) -> int:
     why = "--in-process" if args.in_process else "one rank needs no other"
     most = launch.RANKS_A_CORE * (os.cpu_count() or 1)
     if ranks > most and not args.in_process:
-        why = f"{ranks} MPI ranks would be more than {launch.RANKS_A_CORE} a core; mpirun starts them all the same"
+        why = f"{ranks} MPI ranks would be more than {launch.RANKS_A_CORE} a core; `mpirun -n {ranks} refdist …` has them"
     elif ranks > 1 and not args.in_process:
         runtime = launch.find_runtime()
         if isinstance(runtime, launch.Runtime):

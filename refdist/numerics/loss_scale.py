@@ -62,8 +62,7 @@ def loss_scale_of(option: str | float | LossScale | None, precision: str) -> Los
 
     Args:
         option: "dynamic"; a number, which stays; a `LossScale`, of which a copy is taken, since ranks in one process may be given
-            the same one; None: dynamic with fp16, none otherwise, since the exponents of
-            bf16 reach as far down as those of fp32.
+            the same one; None: dynamic with fp16, none otherwise, since the exponents of bf16 reach as far down as those of fp32.
         precision: name of the preset.
     """
     if isinstance(option, LossScale):

@@ -157,7 +157,7 @@ class Replica:
         input_ids, labels = np.asarray(input_ids), np.asarray(labels)
         check_batch(self.config, input_ids, labels, segment_ids)
         self.plan.check_batch(len(input_ids))
-        input_ids, labels = (array.astype(np.int64, copy=False) for array in (input_ids, labels))  # which holds any difference
+        input_ids, labels = (array.astype(np.int64, copy=False) for array in (input_ids, labels))  # small ones wrap
         length = input_ids.shape[1]
         positions, shared = self._context(length)
         axis = shared.tensor
