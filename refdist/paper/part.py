@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
 
 from refdist.comm.mesh import AXES
 from refdist.comm.reduction import bounds
@@ -28,7 +30,7 @@ from refdist.parallel.plan import Plan
 from refdist.parallel.sharding import local_rows
 from refdist.parallel.stage import Piece
 
-__all__ = ["Part", "check_batch", "coordinates", "every_part", "rows_of", "schedule_of"]
+__all__ = ["Part", "check_batch", "coordinates", "every_part", "schedule_of"]
 
 
 def coordinates(plan: Plan, rank: int) -> dict[str, int]:
@@ -59,10 +61,27 @@ def _rows(config_key: tuple, sequence_parallel: bool, tp: int, rank: int) -> dic
     return local_rows(layout(ModelConfig(**dict(config_key)), sequence_parallel, tp), tp, rank)
 
 
-def rows_of(config: ModelConfig, plan: Plan, rank: int) -> dict[str, ParameterLayout]:
-    """The layout table of the whole model, with shapes as a tp rank has them."""
-    key = tuple((name, value) for name, value in vars(config).items() if name != "rope_scaling")
-    return _rows(key, plan.sequence_parallel, plan.tp, rank)
+def _key(config: ModelConfig) -> tuple:
+    """What the layout table depends on, to be looked up by."""
+    return tuple((name, value) for name, value in vars(config).items() if name != "rope_scaling")
+
+
+class _Held(NamedTuple):
+    """What is on one rank's stage; the same for all plans that cut the model there and to this width."""
+
+    rows: Mapping[str, ParameterLayout]
+    sizes: Mapping[str, int]  # name -> numbers
+    numbers: Mapping[Piece, int]  # in each piece
+
+
+@lru_cache(maxsize=64)
+def _held(config_key: tuple, sequence_parallel: bool, tp: int, rank: int, pieces: frozenset[Piece]) -> _Held:
+    rows = {name: row for name, row in _rows(config_key, sequence_parallel, tp, rank).items() if row.layer in pieces}
+    sizes = {name: math.prod(row.shape) for name, row in rows.items()}
+    numbers = dict.fromkeys(pieces, 0)
+    for name, row in rows.items():
+        numbers[row.layer] += sizes[name]
+    return _Held(MappingProxyType(rows), MappingProxyType(sizes), MappingProxyType(numbers))
 
 
 class Part:
@@ -76,6 +95,7 @@ class Part:
     Attributes:
         path: the places of a micro-batch's way through the pipeline.
         rows: the layout table of what this rank's stage holds, with shapes as tp has cut them.
+        sizes: name -> numbers in this rank's part of a parameter, as tp and pp have cut it.
         chunks: the pieces of the model in each of this stage's chunks.
         sequences: in each of this rank's micro-batches; the last ones may have none.
         positions: of every sequence, that this rank's tp group holds.
@@ -93,8 +113,8 @@ class Part:
         places = dict(zip(path, pieces_of_places(config, placed, plan.layers_per_stage), strict=True))
         self.chunks: list[list[Piece]] = [places[place] for place in sorted(places) if place.stage == at["pp"]]
         self.first_stage, self.last_stage = path[0].stage, path[-1].stage
-        pieces = {piece for chunk in self.chunks for piece in chunk}
-        self.rows = {name: row for name, row in rows_of(config, plan, at["tp"]).items() if row.layer in pieces}
+        pieces = frozenset(piece for chunk in self.chunks for piece in chunk)
+        self.rows, self.sizes, self._numbers = _held(_key(config), plan.sequence_parallel, plan.tp, at["tp"], pieces)
         offsets = bounds(batch, plan.batch_parts)
         part = at["dp"] * plan.fsdp + at["fsdp"]
         self.sequences = [end - start for start, end in pairwise(bounds(offsets[part + 1] - offsets[part], plan.micro_batches))]
@@ -119,12 +139,7 @@ class Part:
     # --------------------------------------------------------------------------------------------- parameters
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Name -> numbers in this rank's part of a parameter, as tp and pp have cut it."""
-        return {name: math.prod(row.shape) for name, row in self.rows.items()}
-
-    @cached_property
-    def own(self) -> dict[str, int]:
+    def own(self) -> Mapping[str, int]:
         """The same of what this rank owns: its rows among the fsdp ranks."""
         fsdp, rank = self.plan.fsdp, self.at["fsdp"]
         if fsdp == 1:
@@ -134,13 +149,6 @@ class Part:
     def numbers(self, piece: Piece) -> int:
         """In the parameters of one piece, as tp has cut them."""
         return self._numbers.get(piece, 0)
-
-    @cached_property
-    def _numbers(self) -> dict[Piece, int]:
-        found: dict[Piece, int] = {}
-        for name, row in self.rows.items():
-            found[row.layer] = found.get(row.layer, 0) + self.sizes[name]
-        return found
 
     @cached_property
     def tied_elsewhere(self) -> int:

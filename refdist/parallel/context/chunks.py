@@ -41,8 +41,8 @@ def positions(length: int, ranks: int, layout: str, together: int = 1) -> tuple[
 
 def lengths(length: int, ranks: int, together: int = 1) -> list[int]:
     """How many positions of a sequence each rank holds, in either layout."""
-    groups = np.diff(bounds(length, ranks // together))
-    return [int(share) for group in groups for share in np.diff(bounds(int(group), together))]
+    groups = bounds(length, ranks // together)
+    return [stop - start for first, last in pairwise(groups) for start, stop in pairwise(bounds(last - first, together))]
 
 
 class Chunks(NamedTuple):
