@@ -19,6 +19,7 @@ def table(capsys, name, *arguments):
     return np.array(rows, np.float64), lines[-1]
 
 
+@pytest.mark.once
 def test_fp16_without_loss_scaling_stalls_and_with_it_does_not(capsys):
     rows, _ = table(capsys, "loss_scaling", "--steps", "60")
     step, fp32, unscaled, dynamic, scale, skipped = rows.T
@@ -29,6 +30,7 @@ def test_fp16_without_loss_scaling_stalls_and_with_it_does_not(capsys):
     assert (scale[0], scale[-1], skipped[-1]) == (16, 16 + 59 // 20, 0)
 
 
+@pytest.mark.once
 def test_bf16_without_master_weights_stalls_and_with_them_does_not(capsys):
     rows, last = table(capsys, "master_weights", "--steps", "120")
     _, fp32, masters, without = rows.T

@@ -115,8 +115,8 @@ def test_plan_command(capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("plan --model llama3-405b --gpus 64", "no plan for 64 × NVIDIA H100 SXM was found that fits 80 GB each"),
-    ("plan --model llama3-405b --gpus 64", "the training state alone needs 82"),
+    ("plan --model llama3-405b --gpus 64 --tp 8", "no plan for 64 × NVIDIA H100 SXM was found that fits 80 GB each"),
+    ("plan --model llama3-405b --gpus 64 --pp 2", "the training state alone needs 82"),
     ("plan --model llama3-8b --gpus 30000", "the plan needs 30,000 accelerators, cluster llama3 has 24,576"),
     ("plan --model llama3-8b --gpus 64 --tp 5", "tp=5 does not divide num_attention_heads=32"),
     ("plan --model llama3-8b --gpus 64 --dp 7", "no plan with dp=7 shares 64 GPUs out"),

@@ -51,6 +51,7 @@ def test_every_small_size_is_valid(name: str) -> None:
             assert check(schedule) == [], (stages, micro_batches)
 
 
+@pytest.mark.once
 def test_interleaved_is_valid_for_any_chunks_and_group() -> None:
     for stages in range(1, 6):
         for micro_batches in range(1, 12):
