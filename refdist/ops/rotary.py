@@ -62,17 +62,12 @@ def rotary(
         out: where to write y, C-contiguous; it may be x.
     """
     y = empty(x) if out is None else out
-    half = x.shape[-1] // 2
-    tables = empty_like(x, (2, math.prod(cos.shape[:-3]), *x.shape[1:]), accumulation_dtype(x))  # as wide as a row, so that the
-    tables[0, ..., :half] = tables[0, ..., half:] = cos  # products run along memory
-    np.negative(sin, out=tables[1, ..., :half])
-    tables[1, ..., half:] = sin
-    width = math.prod(x.shape[1:])
-    wide_cos, wide_sin = tables.reshape(2, tables.shape[1], width)  # [1 or batch, seq · heads · head_dim]
+    half, width = x.shape[-1] // 2, math.prod(x.shape[1:])
+    wide_cos, wide_sin = _as_wide_as_rows(x, cos, sin)
     own = (wide_cos, wide_sin) if cos.ndim == 4 else ()
     for xs, *of_rows, ys, swapped in row_blocks(x.reshape(len(x), width), *own, out=(y.reshape(len(x), width),), scratch=1):
-        before, after = xs.reshape(-1, 2, half), swapped.reshape(-1, 2, half)
-        after[:, 0], after[:, 1] = before[:, 1], before[:, 0]
+        before, after = _halves(xs, half), _halves(swapped, half)
+        after[:, ::2], after[:, 1::2] = before[:, 1::2], before[:, ::2]
         c, s = of_rows or (wide_cos, wide_sin)
         swapped *= s
         np.multiply(xs, c, out=ys)
@@ -91,3 +86,18 @@ def rotary_backward(
 ) -> np.ndarray:
     """dx [batch, seq, heads, head_dim]: dy turned back; out may be dy."""
     return rotary(dy, cos, -sin, out=out, empty=empty)
+
+
+def _as_wide_as_rows(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """The factors of x and of its swapped halves, [2, 1 or batch, seq · heads · head_dim], so that products run along memory."""
+    dtype, half = accumulation_dtype(x), x.shape[-1] // 2
+    tables = empty_like(x, (2, math.prod(cos.shape[:-3]), *x.shape[1:]), dtype)
+    cos, sin, opposite = (_halves(np.ascontiguousarray(table, dtype), half) for table in (cos, sin, -sin))  # [..., seq, 1, 1]
+    halves = _halves(tables, half)  # [2, 1 or batch, seq, heads, 2]
+    halves[0], halves[1, ..., :1], halves[1, ..., 1:] = cos, opposite, sin
+    return tables.reshape(2, tables.shape[1], math.prod(x.shape[1:]))
+
+
+def _halves(x: np.ndarray, half: int) -> np.ndarray:
+    """[..., n · half] seen as [..., n] halves of heads, which NumPy copies each in one piece."""
+    return np.ascontiguousarray(x).view(np.dtype((np.void, half * x.itemsize)))
