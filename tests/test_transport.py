@@ -67,10 +67,14 @@ def test_what_it_is_called() -> None:
 
 def test_a_doing_travels_whole_and_is_cut_when_it_is_long() -> None:
     doing = waits_for(1, 2, 3, any_of=True)
-    assert Doing.decode(doing.encode()) == doing
-    long = Doing(tuple(range(300)), False, (Wait("x" * 5000),) * 4, "y" * 5000)
-    assert len(long.encode()) < 8192
-    assert Doing.decode(long.encode()).peers == long.peers
+    assert Doing.decode(doing.encode(8192)) == doing
+    for peers in (tuple(range(5000)), (*range(7), *range(8, 1000, 2))):  # in runs, and hardly any two neighbours
+        long = Doing(peers, False, (Wait("ü" * 5000),) * 4, "y" * 5000)
+        assert len(long.encode(8192)) <= 8192
+        assert Doing.decode(long.encode(8192)).peers == long.peers
+    far = Doing(tuple(range(0, 9000, 2)), True, (Wait("x"),), "y")
+    assert len(far.encode(8192)) <= 8192
+    assert not stuck({0: Doing.decode(far.encode(8192))}, set(range(1, 9000)))
 
 
 def boards(kind: str, ranks: int) -> list[Board]:

@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LEFT", "RUNNING", "WAITING", "Board", "MessageBoard", "SharedBoard"]
+__all__ = ["LEFT", "RUNNING", "TEXT_BYTES", "WAITING", "Board", "MessageBoard", "SharedBoard"]
 
 RUNNING, WAITING, LEFT = 0, 1, 2
 _STATUS, _NUMBER, _CONFIRMED, _ANSWERED, _FAILED, _COMPLETE, _VERSION, _EPOCH, _DOING, _ACCOUNT = range(10)
 _WORDS = 16  # int64 words at the start of a record
 _TEXT = 8 * _WORDS
-_HALF = 8192  # bytes for each of the two texts
-RECORD_BYTES = _TEXT + 2 * _HALF
+TEXT_BYTES = 8192  # for each of the two texts
+RECORD_BYTES = _TEXT + 2 * TEXT_BYTES
 
 
 class Board:
@@ -104,9 +104,9 @@ class Board:
 
     def _write(self, doing: bytes | None, account: bytes | None) -> None:
         self._mine[_VERSION] += 1
-        for text, start, length in ((doing, _TEXT, _DOING), (account, _TEXT + _HALF, _ACCOUNT)):
+        for text, start, length in ((doing, _TEXT, _DOING), (account, _TEXT + TEXT_BYTES, _ACCOUNT)):
             if text is not None:
-                size = min(len(text), _HALF)
+                size = min(len(text), TEXT_BYTES)
                 self._bytes[self.rank, start:start + size] = np.frombuffer(text, np.uint8, size)
                 self._mine[length] = size
         self._mine[_VERSION] += 1
@@ -151,7 +151,7 @@ class Board:
 
     def account(self, rank: int) -> tuple[str, str]:
         """Kind and account of the rank's failure."""
-        kind, _, account = self._read(rank, _TEXT + _HALF, _ACCOUNT).decode(errors="replace").partition("\n")
+        kind, _, account = self._read(rank, _TEXT + TEXT_BYTES, _ACCOUNT).decode(errors="replace").partition("\n")
         return kind, account
 
     def _read(self, rank: int, start: int, length: int) -> bytes:
@@ -202,7 +202,7 @@ class MessageBoard(Board):
     def _changed(self) -> None:
         doing, account = int(self._mine[_DOING]), int(self._mine[_ACCOUNT])
         record = self._bytes[self.rank]
-        self._send(record[:_TEXT + doing].tobytes() + record[_TEXT + _HALF:_TEXT + _HALF + account].tobytes())
+        self._send(record[:_TEXT + doing].tobytes() + record[_TEXT + TEXT_BYTES:_TEXT + TEXT_BYTES + account].tobytes())
 
     def reset(self) -> None:
         super().reset()
@@ -218,5 +218,5 @@ class MessageBoard(Board):
             doing, account = int(words[_DOING]), int(words[_ACCOUNT])
             texts = np.frombuffer(record, np.uint8, doing + account, _TEXT)
             self._bytes[rank, _TEXT:_TEXT + doing] = texts[:doing]
-            self._bytes[rank, _TEXT + _HALF:_TEXT + _HALF + account] = texts[doing:]
+            self._bytes[rank, _TEXT + TEXT_BYTES:_TEXT + TEXT_BYTES + account] = texts[doing:]
             self._words[rank] = words

@@ -270,8 +270,8 @@ class Comm:
     def reserve_contexts(self, first: int, count: int) -> int:
         """Take ``count`` context ids from ``first`` on, which all members have agreed on; returns ``first``."""
         if first + count > self.transport.contexts:
-            raise RuntimeError(f"rank {self.rank} has used up the {self.transport.contexts} context ids of its transport: "
-                               "make groups once and keep them")
+            raise RuntimeError(f"rank {self.rank} has used up the {self.transport.contexts} context ids of its transport (a "
+                               "group takes one, a mesh 32): make groups once and keep them")
         self.transport.next_context = first + count
         return first
 

@@ -29,7 +29,8 @@ class Wait:
 
     Attributes:
         text: operation, group, sequence number, shape, peer.
-        group, sequence, mark: context id, number and fingerprint of the collective call; -1 for a message outside of one.
+        group, sequence, mark: of the collective call: its group (context id and first member: groups that were made together have
+            one context), its number and its fingerprint; -1 for a message outside of one.
     """
 
     text: str
@@ -54,17 +55,36 @@ class Doing:
     waits: tuple[Wait, ...]
     site: str
 
-    def encode(self) -> bytes:
-        """As text that another rank can read; long call sites and requests are cut."""
-        short = replace(self, site=self.site[-500:], waits=tuple(replace(wait, text=wait.text[:500]) for wait in self.waits))
-        return json.dumps(asdict(short)).encode()
+    def encode(self, limit: int) -> bytes:
+        """As text of at most so many bytes (1,000 or more) that another rank can read.
+
+        Call sites and requests are cut where they are long; a rank whose peers do not find room is not taken for stuck.
+        """
+        runs = _runs(self.peers)
+        for length, waits, peers in ((500, self.waits, runs), (40, self.waits[:1], runs), (40, self.waits[:1], [])):
+            shown = [asdict(replace(wait, text=wait.text[:length])) for wait in waits]
+            text = json.dumps([peers, self.any_of, shown, self.site[-length:]], separators=(",", ":")).encode()
+            if len(text) <= limit:
+                break
+        return text
 
     @staticmethod
     def decode(text: bytes) -> Doing:
         """The inverse of :meth:`encode`."""
-        fields = json.loads(text)
-        waits = tuple(Wait(**wait) for wait in fields["waits"])
-        return Doing(tuple(fields["peers"]), fields["any_of"], waits, fields["site"])
+        runs, any_of, waits, site = json.loads(text)
+        peers = tuple(peer for first, last in runs for peer in range(first, last + 1))
+        return Doing(peers, any_of, tuple(Wait(**wait) for wait in waits), site)
+
+
+def _runs(peers: Collection[int]) -> list[list[int]]:
+    """The same ranks, each once, as [first, last] of neighbours."""
+    runs: list[list[int]] = []
+    for peer in sorted(set(peers)):
+        if runs and peer == runs[-1][1] + 1:
+            runs[-1][1] = peer
+        else:
+            runs.append([peer, peer])
+    return runs
 
 
 def described(requests: Sequence[Request], any_of: bool, site: str) -> Doing:
@@ -73,8 +93,11 @@ def described(requests: Sequence[Request], any_of: bool, site: str) -> Doing:
     waits = []
     for request in pending[:_SHOWN]:
         call: Any = request.what
-        collective = bool(getattr(call, "algorithm", ""))
-        waits.append(Wait(str(request), request.context, call.sequence, call.mark) if collective else Wait(str(request)))
+        if getattr(call, "algorithm", ""):
+            group = request.context * call.comm.transport.size + call.comm.members[0]
+            waits.append(Wait(str(request), group, call.sequence, call.mark))
+        else:
+            waits.append(Wait(str(request)))
     return Doing(tuple(request.peer for request in pending), any_of, tuple(waits), site)
 
 

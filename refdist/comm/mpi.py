@@ -38,15 +38,14 @@ from refdist.comm.communicator import Comm
 from refdist.comm.diagnosis import Doing, as_text, printable
 from refdist.comm.meeting import limited_meeting
 from refdist.comm.message import HEADER_BYTES, as_bytes, unpack_header
-from refdist.comm.transport import Request, Settled, Transport
+from refdist.comm.transport import EAGER, Request, Settled, Transport
 from refdist.comm.watchdog import FAREWELL, Watchdog
 from refdist.comm.work import Work
 from refdist.errors import OutOfDeviceMemory
 
 __all__ = ["mpi_world"]
 
-_EAGER = 2048  # payloads up to this many bytes travel with their header
-_SLOT = HEADER_BYTES + 1024 + _EAGER
+_SLOT = HEADER_BYTES + 1024 + EAGER
 _SPINS = 64  # polls before giving way, where each rank has a core
 _PATIENCE = 2000  # polls of a swap before it becomes a request that the watchdog can look at
 _YIELDS = 10_000  # polls that only give way, before sleeping: a large message takes some milliseconds
@@ -176,11 +175,9 @@ class _MPI(Transport):
         self.control = mpi.COMM_WORLD.Dup()  # what ranks tell each other about themselves
         self.rank = self.comm.rank
         self.size = self.comm.size
-        self.contexts = ((self.comm.Get_attr(mpi.TAG_UB) + 1) >> 16) - 1
+        self.contexts = ((self.comm.Get_attr(mpi.TAG_UB) + 1) >> 16) - 1  # 32,767 where tags go up to 2 ** 31 - 1
         self.mark_tag = self.contexts << 16
         self.farewell_tag = self.mark_tag | 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.spins = _SPINS if self.size <= cores else 0
         self.byte = mpi.BYTE
         self.sent = _Request("send", self.rank, 0, 0, None, b"", b"", None, "a small message")  # any that is on its way
         self.sent.done = True
@@ -193,6 +190,9 @@ class _MPI(Transport):
         self.marks_seen: dict[int, int] = {}
         self.telling: list[Any] = []
         self.nodes = self._hosts()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        sharing = self.size if self.nodes is None else self.nodes.count(self.nodes[self.rank])  # ranks on this host
+        self.spins = _SPINS if sharing <= cores else 0
         self.board = self._make_board()
         self.watchdog = Watchdog(self.board, self)
         self.ended = False
@@ -237,7 +237,7 @@ class _MPI(Transport):
         if self.outgoing:
             self.outgoing = deque(head for head in self.outgoing if not head.Test())
         mpi_tag = context << 16 | tag
-        small = payload.nbytes <= _EAGER
+        small = payload.nbytes <= EAGER
         if small and not (self.checks or self.rendezvous):
             head = self.comm.Isend((header + description + payload.tobytes(), self.byte), dest, mpi_tag)
             if not head.Test():
@@ -269,7 +269,7 @@ class _MPI(Transport):
         posted.append(head)
         if len(posted) > _KEPT:
             posted[:] = [request for request in posted if request]
-        if described or (payload is not None and payload.nbytes > _EAGER):
+        if described or (payload is not None and payload.nbytes > EAGER):
             request.described = described
             request.queue = queue = self.unopened.setdefault((source, mpi_tag), deque())
             queue.append(request)
@@ -285,7 +285,7 @@ class _MPI(Transport):
         comm, mpi_tag = self.comm, context << 16 | tag
         if self.outgoing:
             self.outgoing = deque(head for head in self.outgoing if not head.Test())
-        if theirs.size <= _EAGER:
+        if theirs.size <= EAGER:
             head = comm.Isend((header + mine.tobytes(), self.byte), peer, mpi_tag)
         else:
             head = comm.Isend((header, self.byte), peer, mpi_tag)
@@ -303,7 +303,7 @@ class _MPI(Transport):
         head = comm.Irecv(slot.buffer, peer, mpi_tag)
         body = going = None
         try:
-            if mine.nbytes <= _EAGER:
+            if mine.nbytes <= EAGER:
                 sent = comm.Isend((header + mine.tobytes(), byte), peer, mpi_tag)
             else:
                 sent = comm.Isend((header, byte), peer, mpi_tag)
@@ -350,7 +350,7 @@ class _MPI(Transport):
             for dest, header, x in zip(dests, outgoing, mine, strict=True):
                 if x is not last:
                     last = x
-                    small = x.nbytes <= _EAGER
+                    small = x.nbytes <= EAGER
                     message = (header + x.tobytes() if small else header), byte
                 sent.append(comm.Isend(message, dest, mpi_tag))
                 if not small:
@@ -385,7 +385,7 @@ class _MPI(Transport):
             request.body = None if array is None else next(started, None)
             receives.append(request)
         sends: list[Any] = []
-        large = [message for message in zip(dests, outgoing, mine, strict=True) if message[2].nbytes > _EAGER]
+        large = [message for message in zip(dests, outgoing, mine, strict=True) if message[2].nbytes > EAGER]
         for (dest, header, x), body in zip(large, going, strict=True):
             request = _Request("send", dest, context, tag, as_bytes(x), header, b"", None, what)
             request.body = body
@@ -427,7 +427,7 @@ class _MPI(Transport):
 
     def _issend(self, request: _Request, start: bytes, payload: np.ndarray, mpi_tag: int) -> _Request:
         """A send that is done only when its receive has been posted."""
-        if payload.nbytes <= _EAGER:
+        if payload.nbytes <= EAGER:
             request.body = self.comm.Issend((start + payload.tobytes(), self.byte), request.peer, mpi_tag)
         else:
             self.outgoing.append(self.comm.Isend((start, self.byte), request.peer, mpi_tag))
@@ -480,7 +480,7 @@ class _MPI(Transport):
             request.expected = None
             if payload is None or payload.size != length:
                 request.payload = payload = np.empty(length, np.uint8)
-        if length <= _EAGER:
+        if length <= EAGER:
             payload[...] = slot.array[start:start + length]
             request.done = request.sending is None
         elif request.body is None:

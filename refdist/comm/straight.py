@@ -27,14 +27,13 @@ from refdist.comm import reduce_scatter as scattering
 from refdist.comm.call import Call
 from refdist.comm.message import pack_header
 from refdist.comm.reduction import Reduce, accumulator, bounds, divide
-from refdist.comm.transport import Request
+from refdist.comm.transport import EAGER, Request
 
 if TYPE_CHECKING:
     from refdist.comm.communicator import Comm
 
 __all__ = ["MOST", "Straight"]
 
-SMALL = 2048  # bytes of an array up to which it travels in one message with its header
 MOST = 1 << 30  # bytes of an array up to which calls go this way: what fits into one message
 _KNOWN = 1024  # kinds of calls that are remembered
 _SCRATCH = 1 << 18  # bytes of the memory for incoming messages that is kept
@@ -109,7 +108,7 @@ class Straight:
         self.comm.renew(call)
         partial, total = (x, out) if x.ndim == 1 else (x.reshape(-1), out.reshape(-1))
         if call.algorithm == "recursive_doubling":
-            incoming = None if x.nbytes <= SMALL else self._memory(call, total, total.size)
+            incoming = None if x.nbytes <= EAGER else self._memory(call, total, total.size)
             for peer, lower in self.steps:
                 received = self._swap(peer, call, partial, incoming)
                 partial = reduce(partial, received, out=total) if lower else reduce(received, partial, out=total)
@@ -187,7 +186,7 @@ class Straight:
         for peer, lower in steps:
             half = partial.size // 2
             keep, send = (partial[:half], partial[half:]) if lower else (partial[half:], partial[:half])
-            received = self._swap(peer, call, send, None if send.nbytes <= SMALL else self._memory(call, own, half))
+            received = self._swap(peer, call, send, None if send.nbytes <= EAGER else self._memory(call, own, half))
             if sums is not None:
                 sums = sums[:half] if lower else sums[half:]
             target = own if half == own.size else call.buffer(own, half) if sums is None else sums
@@ -201,7 +200,7 @@ class Straight:
         """
         call, size, count = kind.call, own.size, self.count
         mine = [x[shard] for shard in kind.ahead]
-        if kind.sizes[0] <= SMALL:
+        if kind.sizes[0] <= EAGER:
             received = self.transport.trade(self.comm.context, call.tag, call, self.peers_ahead, headers[1], mine,
                                             self.peers, headers[0], self.none)
             theirs = [np.frombuffer(content, own.dtype, size) for content in received[:count]]
@@ -225,7 +224,7 @@ class Straight:
         call, small, sizes = kind.call, kind.small, kind.sizes[2]
         theirs: Sequence[np.ndarray | None] = self.none
         if not small:
-            theirs = [None if length <= SMALL else whole[shard] for shard, length in zip(kind.others, sizes, strict=True)]
+            theirs = [None if length <= EAGER else whole[shard] for shard, length in zip(kind.others, sizes, strict=True)]
         received = self.transport.trade(self.comm.context, call.tag, call, self.peers_ahead, headers[0], [own] * self.count,
                                         self.peers, headers[2], theirs, described)
         if small and not described:
@@ -237,7 +236,7 @@ class Straight:
             whole[kind.own] = own
         if not kind.even or small:
             for peer, shard, length, content in zip(self.peers, kind.others, sizes, received, strict=False):
-                if length <= SMALL and not (described and peer in described):
+                if length <= EAGER and not (described and peer in described):
                     whole[shard] = np.frombuffer(content, whole.dtype, length // whole.itemsize)
 
     def _headers(self, kind: _Kind) -> _Headers:
@@ -315,4 +314,4 @@ class Straight:
         return _Kind(Call(self.comm, name, algorithm, 0, 0, mark), shape, reduce, shards[rank],
                      [shards[other] for other in ahead], [shards[other] for other in others],
                      (sizes[rank], [sizes[other] for other in ahead], [sizes[other] for other in others]),
-                     len({*sizes}) == 1, max(sizes) <= SMALL)
+                     len({*sizes}) == 1, max(sizes) <= EAGER)

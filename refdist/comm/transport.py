@@ -27,7 +27,9 @@ from refdist.device.arena import Arena
 if TYPE_CHECKING:
     from refdist.comm.diagnosis import Doing
 
-__all__ = ["Request", "Settled", "Transport", "call_site", "poison"]
+__all__ = ["EAGER", "Request", "Settled", "Transport", "call_site", "poison"]
+
+EAGER = 2048  # bytes of a payload up to which it travels with its header, where a transport sends the two apart
 
 
 class Request:

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from refdist.comm.board import LEFT, WAITING, Board
+from refdist.comm.board import LEFT, TEXT_BYTES, WAITING, Board
 from refdist.comm.diagnosis import Doing, described, explain, named_error, report, stuck
 from refdist.comm.transport import Request, call_site
 from refdist.errors import MismatchError
@@ -98,7 +98,7 @@ class Watchdog:
             self._waits_for = pending
             self.published = True
             self._suspicion = 0
-            self.board.publish(described(requests, any_of, call_site(sys._getframe(1))).encode())
+            self.board.publish(described(requests, any_of, call_site(sys._getframe(1))).encode(TEXT_BYTES))
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             self._suspect(requests)
@@ -164,7 +164,7 @@ class Watchdog:
         if self.board.first_failure() < 0:
             return
         if not self.board.answered(self.rank):
-            self.board.answer(described(requests, any_of, call_site(sys._getframe(1))).encode())
+            self.board.answer(described(requests, any_of, call_site(sys._getframe(1))).encode(TEXT_BYTES))
         end = time.monotonic() + _ACCOUNT_SECONDS
         time.sleep(self.board.settling)
         while True:
@@ -187,7 +187,7 @@ class Watchdog:
     def account(self, kind: str, cause: str, mine: Doing) -> dict[int, Doing | str]:
         """This rank fails: tell the others, and collect for a second at most what each of them is doing."""
         self.board.fail(kind, cause, complete=False)
-        self.board.answer(mine.encode())
+        self.board.answer(mine.encode(TEXT_BYTES))
         end = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < end and not all(self.board.answered(rank) or self.board.status(rank) == LEFT
                                                  for rank in range(self.board.ranks)):

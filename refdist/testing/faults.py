@@ -41,7 +41,7 @@ class Fault:
 
     Attributes:
         name: of the program, in words.
-        report: id of the public report of such a mistake (``mutations.REPORTS``, ``facts``), or "".
+        report: id of the public report of such a mistake (``mutations.REPORTS``), or "".
         program: what each rank runs.
         error: the error that a user sees.
         says: what its words contain.
@@ -155,9 +155,6 @@ def meshes_of_another_shape(comm: Comm) -> None:
 
 @fault("MismatchError", "another call")
 def a_message_of_a_program_meets_a_collective(comm: Comm) -> None:
-    class Loose(Call):
-        pass
-
     if comm.rank == 0:
         call = comm.call("my exchange", "first version")
         drive(comm.transport, iter([(call.isend(_x(), 1),)]))  # type: ignore[arg-type]
@@ -319,6 +316,14 @@ def groups_in_another_order(comm: Comm) -> None:
     axes = ["tp", "dp"]
     for axis in reversed(axes) if comm.rank in (0, 3) else axes:
         mesh.axis(axis).barrier()
+
+
+@fault("DeadlockError", "recv")
+def tp_groups_in_different_calls_while_stages_wait(comm: Comm) -> None:
+    mesh = rd.Mesh(comm, tp=2, pp=2)
+    if comm.rank % 2 == 0:
+        mesh.axis("pp").recv(1 - comm.rank // 2)
+    mesh.axis("tp").all_reduce(_x()) if comm.rank < 2 else mesh.axis("tp").all_gather(_x(), lengths=[3, 3])
 
 
 @fault("DeadlockError", "number", report="O7")
