@@ -203,6 +203,13 @@ def test_stochastic_is_the_formula(name, x, word):
     assert np.signbit(got) == np.signbit(np.float32(x)) or np.isnan(got)
 
 
+@pytest.mark.parametrize("name", [*STORED, "tf32", "fp32"])
+def test_stochastic_leaves_what_is_representable_alone(name):
+    x = round_to(np.random.default_rng(7).normal(size=5000), name).astype(np.float64)
+    bits = np.full(x.shape, 2**32 - 1, np.uint32)
+    np.testing.assert_array_equal(round_to(x, name, "stochastic", bits=bits), x)
+
+
 def test_stochastic_is_right_on_average_and_depends_on_the_stream_alone():
     x = np.full(40_000, 1 + 0.3 * 2.0**-10, np.float32)
     identity = stream(7, "rounding")

@@ -832,3 +832,12 @@ def test_the_result_may_take_the_place_of_an_operand(inputs, chip, accumulate):
         got = rd.numerics.matmul(*operands, inputs=inputs, accumulate=accumulate, tensor_core=chip, out=operands[place])
         assert got is operands[place]
         np.testing.assert_array_equal(got, want)
+
+
+def test_special_values_warn_about_nothing():
+    """pytest makes errors of NumPy's warnings: sums beyond float32, opposite infinities of two periods."""
+    a, b = np.array([[np.inf, 1], [3e38, 3e38]], np.float32), np.ones((2, 1), np.float32)
+    np.testing.assert_array_equal(matmul(a, b, inputs="tf32", tensor_core="h100"), [[np.inf], [np.inf]])
+    a = np.repeat(np.array([[np.inf, -np.inf]], np.float32), 32, axis=1)
+    product = matmul(a, np.ones((64, 1), np.float32), inputs="e5m2", tensor_core="h100", promote_every=32)
+    assert bits(product)[0, 0] == NAN["fp32"]

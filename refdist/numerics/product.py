@@ -336,7 +336,8 @@ def _promoted(operands: Operands, step: Step, to_fp16: bool, every: int | None, 
             _promoted(nested, step, to_fp16, None, partial)
         else:
             chain(_mma_sync_order(nested) if step.separate_addend else nested, step, to_fp16, partial)
-        out += partial
+        with np.errstate(invalid="ignore", over="ignore"):
+            out += partial
         if to_fp16:
             round_to(out, "fp16", out=out)
     out[np.isnan(out)] = NAN_FP32

@@ -313,7 +313,9 @@ def _round_directed_block(
         rounded = np.trunc(units) * power
         np.minimum(rounded, limit, out=rounded, where=np.isfinite(x))
     else:
-        rounded = np.floor((np.floor(units * 2.0**32) + words) * 2.0**-32) * power
+        below = np.floor(units)
+        units -= below
+        rounded = (below + (np.floor(units * 2.0**32) + words >= 2.0**32)) * power
     np.copysign(rounded, x, out=rounded)
     _overflow(x, rounded, to, saturate)
     np.copyto(dest, rounded, casting="unsafe")

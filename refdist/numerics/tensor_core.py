@@ -152,7 +152,7 @@ def _special(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray | None:
     """Infinities and NaN of the results where an operand is not finite, finite numbers elsewhere; None: all are finite."""
     if np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all():
         return None
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         total = np.matmul(a, b, dtype=np.float64) + c  # sums of finite numbers stay finite in float64
         special = total.astype(np.float32)
     special[np.isfinite(total)] = 0
