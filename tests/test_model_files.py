@@ -93,6 +93,17 @@ def test_what_cannot_be_saved(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_format_of_16_bits_is_rounded_to_once(tmp_path):
+    """1 + 2⁻⁸ + 2⁻³⁰ lies above the middle of two bfloat16 numbers; float32 on the way would put it there, and even is below."""
+    config, params = model()
+    name = "model.norm.weight"
+    params[name] = np.full_like(params[name], 1 + 2.0**-8 + 2.0**-30)
+    save_params(tmp_path, config, params, dtype=ml_dtypes.bfloat16)
+    assert (load_params(tmp_path)[1][name] == 1 + 2.0**-7).all()
+    save_params(tmp_path, config, params)
+    assert (load_params(tmp_path, ml_dtypes.bfloat16)[1][name] == 1 + 2.0**-7).all()
+
+
 def truncate(path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -5,6 +5,7 @@ from models import SMALL, batch, model
 from refdist.errors import ConfigError
 from refdist.model import ModelConfig, check_batch, init_parameter, init_params, layout, parameter_shapes
 from refdist.model.params import check_params
+from refdist.numerics import FORMATS, round_to
 
 FULL = ModelConfig(**SMALL, attention_bias=True, mlp_bias=True)
 
@@ -39,6 +40,14 @@ def test_a_shard_draws_the_numbers_of_the_whole(name):
 def test_all_formats_start_from_the_same_model():
     double, single = init_params(FULL, 1, np.float64), init_params(FULL, 1, np.float32)
     assert all(np.array_equal(double[name].astype(np.float32), single[name]) for name in double)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_formats_of_16_bits_are_rounded_to_once(name):
+    big = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=2, num_hidden_layers=1, num_attention_heads=2)
+    drawn = [init_parameter(big, "lm_head.weight", 2, None, dtype) for dtype in (np.float64, FORMATS[name].dtype)]
+    assert drawn[1].dtype == FORMATS[name].dtype
+    np.testing.assert_array_equal(drawn[1].astype(np.float32), round_to(drawn[0], name))
 
 
 def test_the_table_has_every_parameter_once_and_in_order():

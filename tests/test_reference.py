@@ -237,3 +237,14 @@ def test_any_configuration_has_the_slope_of_finite_differences(case):
     step, slope = 1e-5, sum(np.sum(grads[name] * direction[name]) for name in grads)
     numeric = (loss_at(-2 * step) - 8 * loss_at(-step) + 8 * loss_at(step) - loss_at(2 * step)) / (12 * step)
     assert slope == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+
+
+def test_formats_of_16_bits_are_refused():
+    """Its rotary tables and norms would have 16 bits too: no oracle."""
+    config, params = model()
+    ids, labels = batch(config, 2, 4)
+    half = {name: value.astype(np.float16) for name, value in params.items()}
+    for call in (lambda: reference.loss_and_grads(config, half, ids, labels),
+                 lambda: reference.token_losses(config, half, ids, labels), lambda: reference.logits(config, half, ids)):
+        with pytest.raises(ConfigError, match="parameters are float16: the reference computes in float32 or float64"):
+            call()

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..errors import ConfigError
+from ..numerics.rounding import store
 from .config import ModelConfig
 from .layout import EMBEDDING, HEAD, parameter_shapes
 from .params import check_params
@@ -65,7 +66,7 @@ def load_params(path: str | os.PathLike[str], dtype: Any = None) -> tuple[ModelC
     if dtype is None:
         dtype = np.float64 if any(stored[name][1]["dtype"] == "F64" for name in shapes) else np.float32
     wanted = {name: stored[name][0] for name in (*shapes, HEAD) if name in stored}
-    params = {name: np.ascontiguousarray(tensor, dtype=dtype) for name, tensor in _tensors(wanted)}
+    params = {name: _contiguous(tensor, np.dtype(dtype)) for name, tensor in _tensors(wanted)}
     if config.tie_word_embeddings and HEAD in params and not np.array_equal(params[HEAD], params[EMBEDDING]):
         raise ConfigError(f"{wanted[HEAD]}: tensor {HEAD}: found other values, expected those of {EMBEDDING} (tied)")
     return config, {name: params[name] for name in shapes}
@@ -86,11 +87,16 @@ def save_params(
         params: all parameters of config.
         dtype: number format in the file: float64, float32, float16 or bfloat16 (of ml_dtypes). None: as they are.
         max_shard_bytes: several files are written if the parameters take more; no tensor is split.
+
+    Raises:
+        ConfigError: parameters that do not fit the configuration, or another number format.
+        OSError: the directory cannot be written to.
     """
     check_params(config, params)
-    arrays = {name: np.ascontiguousarray(params[name], dtype=dtype) for name in parameter_shapes(config)}
-    if arrays[EMBEDDING].dtype not in FORMATS.values():
-        raise ConfigError(f"dtype={arrays[EMBEDDING].dtype}: expected float64, float32, float16 or bfloat16")
+    dtype = np.dtype(params[EMBEDDING].dtype if dtype is None else dtype)
+    if dtype not in FORMATS.values():
+        raise ConfigError(f"dtype={dtype}: expected float64, float32, float16 or bfloat16")
+    arrays = {name: _contiguous(params[name], dtype) for name in parameter_shapes(config)}
     directory = Path(path)
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -105,6 +111,12 @@ def save_params(
                 old.unlink(missing_ok=True)
     finally:
         shutil.rmtree(aside)
+
+
+def _contiguous(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x in C order and in this format, rounded once, to nearest even."""
+    x = np.ascontiguousarray(x)
+    return x if x.dtype == dtype else store(x, np.empty_like(x, dtype))
 
 
 def _write(directory: Path, config: ModelConfig, arrays: dict[str, np.ndarray], max_shard_bytes: int) -> None:

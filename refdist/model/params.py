@@ -1,6 +1,6 @@
 """Initial parameters: normal weights, gains of one, biases of zero.
 
-Every number is a function of (seed, name of the parameter, index of the element), so that a rank draws its own shard and
+Every number is a function of (seed, name of the parameter, index of the element), so that a rank can draw a shard alone and
 gets the numbers that the single device has there.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..numerics.random import Box, normal, stream
+from ..numerics.rounding import has_16_bits, store
 from .config import ModelConfig
 from .layout import parameter_shapes
 
@@ -34,7 +35,9 @@ def init_parameter(
     """One parameter, or the part `box` of it (a slice or an integer array a dimension), equal to that part of the whole."""
     shape = parameter_shapes(config)[name]
     if len(shape) == 2:
-        return normal(stream(seed, "parameter", name), shape, box, config.initializer_range, dtype)
+        narrow = has_16_bits(np.dtype(dtype))  # NumPy would round twice on its way to bfloat16
+        drawn = normal(stream(seed, "parameter", name), shape, box, config.initializer_range, np.float64 if narrow else dtype)
+        return store(drawn, np.empty_like(drawn, dtype)) if narrow else drawn
     index = np.arange(shape[0])[box[0] if box is not None else slice(None)]
     return np.full_like(index, 0 if name.endswith(".bias") else 1, dtype=dtype)
 

@@ -62,9 +62,9 @@ def loss_and_grads(
         up apart over the micro-batches of a group, then together, and the groups' sums after that: a rank has one gradient.
 
     Raises:
-        ConfigError: parameters, tokens, labels or groups that do not fit; no label at all.
+        ConfigError: parameters, tokens, labels or groups that do not fit or are of another format; no label at all.
     """
-    check_params(config, params)
+    _check_params(config, params)
     count = check_batch(config, input_ids, labels, segment_ids)
     if groups is None:
         groups = list(range(len(input_ids)))
@@ -92,7 +92,7 @@ def weighted_loss_and_grads(
 
     What one token, row or rank adds to a gradient: weights that are 0 elsewhere.
     """
-    check_params(config, params)
+    _check_params(config, params)
     check_batch(config, input_ids, labels, segment_ids)
     if np.shape(weights) != np.shape(labels):
         raise ConfigError(f"weights: found shape {np.shape(weights)}, expected that of labels, {np.shape(labels)}")
@@ -110,7 +110,7 @@ def token_losses(
     segment_ids: np.ndarray | None = None,
 ) -> np.ndarray:
     """The cross-entropy of each token, float [batch, seq], 0 where the label is -100; arguments as in `loss_and_grads`."""
-    check_params(config, params)
+    _check_params(config, params)
     check_batch(config, input_ids, labels, segment_ids)
     batch = _Batch.of(config, params, input_ids, segment_ids, list(range(len(input_ids))))
     x, _ = _trunk(config, params, batch)
@@ -123,12 +123,19 @@ def logits(
     config: ModelConfig, params: Params, input_ids: np.ndarray, *, segment_ids: np.ndarray | None = None
 ) -> np.ndarray:
     """Scores of the next token [batch, seq, vocab]."""
-    check_params(config, params)
+    _check_params(config, params)
     check_tokens(config, input_ids)
     batch = _Batch.of(config, params, input_ids, segment_ids, list(range(len(input_ids))))
     x, _ = _trunk(config, params, batch)
     n, _ = ops.rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
     return ops.linear(n, params[_head(config)])
+
+
+def _check_params(config: ModelConfig, params: Params) -> None:
+    check_params(config, params)
+    (dtype,) = {array.dtype for array in params.values()}
+    if dtype not in (np.float32, np.float64):
+        raise ConfigError(f"parameters are {dtype}: the reference computes in float32 or float64")
 
 
 class Trained(NamedTuple):
