@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_bars_and_hidden_time():
     device = Device()
     timeline = Overlap(device)
+    assert timeline.text() == "nothing has run"
     name = "gather of model.layers.3.mlp.up_proj.weight"
     for event in (Kernel("linear", (), 0, 10.0, 12.0, False), Phase(name, True, 11.0), Phase("F 0 0", True, 11.0),
                   Kernel("linear", (), 0, 13.0, 14.0, False), Phase(name, False, 15.0),

@@ -13,6 +13,8 @@ from mpirun import run_ranks
 from training import Case, check_training
 
 import refdist as rd
+from refdist.comm.work import drive
+from refdist.parallel.fsdp.units import gather_rows, reduce_scatter_rows
 
 CASES = {
     "sgd": Case({"micro_batches": 2}, {"attention_bias": True, "mlp_bias": True}, optimizer="sgd"),
@@ -100,3 +102,18 @@ def test_under_mpirun(ranks):
     done = run_ranks(ranks, [Path(__file__).with_name("training.py"), json.dumps(cases)])
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout
+
+
+def test_rows_of_one_rank_alone():
+    """The collectives for many arrays at once, in a group of one: what it owns is all."""
+    x = [np.arange(6.0).reshape(3, 2), np.arange(3.0)]
+
+    def program(comm):
+        sums = [np.full_like(each, np.nan) for each in x]
+        drive(comm.transport, reduce_scatter_rows(comm, x, sums, [(0, 3), (0, 3)]))
+        wholes = [np.full_like(each, np.nan) for each in x]
+        drive(comm.transport, gather_rows(comm, x, wholes, [(0, 3), (0, 3)]))
+        return sums + wholes
+
+    for got, want in zip(rd.run(program, 1)[0], x + x, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -167,7 +167,8 @@ def test_json_and_back(name: str) -> None:
 @pytest.mark.parametrize(("json_text", "problem"), [
     ("nonsense", "not JSON"), ("[]", "one list of actions for each stage"), ('"F"', "one list of actions"), ("[1]", "stage 0"),
     ('[[["F", 0]], [["X", 0, 0]]]', "stage 1, action 0"), ('[[["F", 0, 0], ["B", "0", 0]]]', "stage 0, action 1"),
-    ('[[["F", 0, 0, 0]]]', "stage 0, action 0"), ('[[["F", true, 0]]]', "stage 0, action 0"), ("{}", "one list of actions")])
+    ('[[["F", 0, 0, 0]]]', "stage 0, action 0"), ('[[["F", true, 0]]]', "stage 0, action 0"), ("{}", "one list of actions"),
+    ('[[[["F"], 0, 0]]]', "stage 0, action 0"), ('[[[{}, 0]]]', "stage 0, action 0")])
 def test_what_is_no_schedule_is_refused(json_text: str, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         read_schedule(json_text)

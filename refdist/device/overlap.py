@@ -63,6 +63,8 @@ class Overlap:
     def text(self, width: int = 72) -> str:
         """One line of kernels, then one line for each layer's collectives, in the order in which they first began."""
         spans = self.kernels + [span for spans in self.collectives.values() for span in spans]
+        if not spans:
+            return "nothing has run"
         start, end = min(first for first, _ in spans), max(last for _, last in spans)
         rows = {"kernels": (self.kernels, "▇"), **{label: (bars, "░") for label, bars in
                                                    sorted(self.collectives.items(), key=lambda item: min(item[1]))}}

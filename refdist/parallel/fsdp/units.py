@@ -68,6 +68,9 @@ def reduce_scatter_rows(comm: Comm, wholes: Sequence[np.ndarray], sums: Sequence
     moving = buffers[0][:lengths[left]]
     np.concatenate(rows[left], out=moving)
     own = [part.reshape(-1) for part in sums]
+    if size == 1:
+        for mine, total in zip(rows[rank], own, strict=True):
+            np.copyto(total, mine)
     for step in range(size - 1):
         owner = (rank - 2 - step) % size
         received = buffers[1 - step % 2][:lengths[owner]]

@@ -156,7 +156,7 @@ def _read_stage(stage: int, actions: Any) -> Iterable[Action]:
     if not isinstance(actions, Sequence) or isinstance(actions, str):
         raise PlanError(f"stage {stage}: expected a list of actions, not {actions!r}")
     for index, action in enumerate(actions):
-        right = isinstance(action, Sequence) and 2 <= len(action) <= 3 and action[0] in KINDS
+        right = isinstance(action, Sequence) and 2 <= len(action) <= 3 and isinstance(action[0], str) and action[0] in KINDS
         if not right or not all(isinstance(number, int) and not isinstance(number, bool) for number in action[1:]):
             raise PlanError(f"stage {stage}, action {index}: {action!r} is no [kind, micro_batch, chunk] with a kind of "
                             f"{', '.join(KINDS)}")
