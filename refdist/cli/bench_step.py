@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections import defaultdict
@@ -164,6 +163,8 @@ def _kernels(trainer: rd.Trainer, batch: tuple[np.ndarray, np.ndarray]) -> dict[
 
 def _rss_mb() -> float:
     """The largest resident memory of this process so far, in MB."""
+    import resource  # Unix has it
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
