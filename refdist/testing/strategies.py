@@ -58,7 +58,7 @@ _SHARDED_MICRO_BATCHES = (1, 2, 1, 2, 3, 1, 2)
 _PIPELINE_MICRO_BATCHES = (2, 1, 3, 2, 1, 4, 6)
 _LONG_PIPELINE_MICRO_BATCHES = (1, 2, 3, 1, 4, 2, 6)  # often fewer than warm-up would take
 _WORLDS = (2, 4, 2, 1, 2, 4, 2, 3, 8, 3)  # ranks of a plan of one axis that draws no replicas, at most
-_WORLDS_OF_TP = (2, 4, 4, 8, 4, 2, 4, 3)  # where only powers of two cut heads
+_WORLDS_OF_TP = (4, 2, 4, 8, 3, 4, 2, 6)  # heads are cut by their divisors only
 _WORLDS_OF_MANY = (4, 2, 4, 3, 2, 4, 2, 1, 4, 8, 2, 4, 6, 4, 8, 16)  # of other plans
 
 
@@ -233,7 +233,7 @@ def _shapes_for(draw: DrawFn, operation: str, size: int) -> tuple[tuple[tuple[in
 @st.composite
 def model_configs(draw: DrawFn, layers: Sequence[int] = (1, 2, 3)) -> ModelConfig:
     """Small models of every kind: grouped or multi-head attention, tied or separate head, with and without biases, odd sizes."""
-    kv_heads = draw(_any_of(2, 1, 4))
+    kv_heads = draw(_any_of(2, 1, 4, 3))
     head_dim = draw(_any_of(2, 4, 6))
     return ModelConfig(
         vocab_size=draw(st.integers(5, 17)), hidden_size=draw(st.integers(3, 9)), intermediate_size=draw(st.integers(4, 9)),
@@ -283,7 +283,7 @@ def _fsdp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
 
 @plan_axis("tp")
 def _tp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
-    fitting = [size for size in (2, 4, 2, 4, 8, 1) if size <= room and config.num_attention_heads % size == 0]
+    fitting = [size for size in (2, 4, 3, 2, 4, 6, 8, 1) if size <= room and config.num_attention_heads % size == 0]
     return {"tp": draw(_any_of(*fitting)), "sequence_parallel": draw(st.booleans()), "save_gathered": draw(st.booleans())}
 
 

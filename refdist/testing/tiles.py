@@ -15,7 +15,7 @@ __all__ = ["SMALL", "small_tiles"]
 
 SMALL = {
     "refdist.ops.kernel": {"BLOCK": 16},
-    "refdist.ops.attention": {"QUERY_BLOCK": 2, "KEY_BLOCK": 3, "COLUMNS": 4, "TILE": 30},
+    "refdist.ops.attention": {"QUERY_BLOCK": 2, "KEY_BLOCK": 3, "COLUMNS": 4, "TILE": 20},
     "refdist.ops.cross_entropy": {"LOGITS": 40},
 }
 """Module -> its constants, and what takes their place."""
