@@ -12,7 +12,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +43,7 @@ DTYPES = tuple(np.dtype(kind) for kind in (
 """Number formats, the plain ones first."""
 
 
+T = TypeVar("T")
 _LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 0, 17, 300])  # odd, even, empty, and long enough for a message of two parts
 _SEEDS = st.integers(0, 999)
 _NUMBERS = st.lists(st.integers(0, 8), max_size=40).map(lambda numbers: Choices(tuple(numbers)))
@@ -253,6 +254,11 @@ def batches(draw: DrawFn, smallest: int = 1, largest: int = 8) -> Batch:
     return Batch(tuple(valid), length, draw(_SEEDS), draw(_any_of(None, None, None, 3, 7)))
 
 
+def _mostly(draw: DrawFn, ways: list[T], cutting: list[T]) -> list[T]:
+    """The ways that cut something, where there are some; in one draw of four all ways."""
+    return cutting if cutting and not draw(_SELDOM) else ways
+
+
 PlanAxis: TypeAlias = Callable[[DrawFn, ModelConfig, int], dict[str, Any]]
 PLAN_AXES: dict[str, PlanAxis] = {}
 """Axis -> function (draw, config, ranks that are left) -> the fields of the plan that this axis sets."""
@@ -284,15 +290,18 @@ def _fsdp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
 @plan_axis("tp")
 def _tp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
     fitting = [size for size in (2, 4, 3, 2, 4, 6, 8, 1) if size <= room and config.num_attention_heads % size == 0]
-    return {"tp": draw(_any_of(*fitting)), "sequence_parallel": draw(st.booleans()), "save_gathered": draw(st.booleans())}
+    tp = draw(_any_of(*_mostly(draw, fitting, [size for size in fitting if size > 1])))
+    return {"tp": tp, "sequence_parallel": draw(st.booleans()), "save_gathered": draw(st.booleans())}
 
 
 @plan_axis("cp")
 def _cp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
-    ways = [(method, size, within) for method in ("ring", "all_gather", "ulysses") for size in (2, 3, 1, 4, 5, 8) if size <= room
-            for within in (1, 2) if size % within == 0
-            if config.num_attention_heads % (size if method == "ulysses" else within) == 0]
-    method, size, within = draw(_any_of(*ways))
+    heads, method = config.num_attention_heads, draw(_any_of("ring", "all_gather", "ulysses"))
+    ways = {size: [within for within in (2, 1) if size % within == 0 and heads % (size if method == "ulysses" else within) == 0]
+            for size in (2, 4, 3, 1, 5, 8) if size <= room}
+    sizes = [size for size in ways if ways[size]]
+    size = draw(_any_of(*_mostly(draw, sizes, [size for size in sizes if size > 1])))
+    within = draw(_any_of(*ways[size]))
     return {"cp": size, "cp_method": method, "cp_ulysses": within, "cp_layout": draw(_any_of("zigzag", "contiguous"))}
 
 
@@ -304,9 +313,7 @@ def _pp(draw: DrawFn, config: ModelConfig, room: int) -> dict[str, Any]:
             if stages <= room and stages * chunks <= layers and (stages > 1 or layers < 4 or room == 1)
             if chunks == 1 or schedule in ("interleaved", "random") or (chunks == 2 and schedule in ("zb_v", "dualpipe_v"))
             if chunks > 1 or schedule not in ("interleaved", "zb_v", "dualpipe_v")]
-    several = [way for way in ways if way[1] > 1]
-    if several and not draw(_SELDOM):
-        ways = several
+    ways = _mostly(draw, ways, [way for way in ways if way[1] > 1])
     schedule = draw(_any_of(*[name for name in schedules if any(way[0] == name for way in ways)]))
     stages, chunks = draw(_any_of(*[way[1:] for way in ways if way[0] == schedule]))
     micro_batches = (_MICRO_BATCHES, _PIPELINE_MICRO_BATCHES, _LONG_PIPELINE_MICRO_BATCHES)[min(stages - 1, 2)]
