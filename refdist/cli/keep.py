@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.display import Record, as_json
 
 METRICS = "metrics.jsonl"
@@ -53,20 +53,10 @@ def results(save: Path | None, plot: Path | None, config: rd.ModelConfig, params
     """Write what was asked for; ``records`` are the steps and, last, the summary."""
     if save is not None:
         rd.save_params(save, config, params)
-        write_aside(save / METRICS, "".join(as_json(record) + "\n" for record in records).encode())
+        write_aside(save / METRICS, "".join(as_json(record) + "\n" for record in records))
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         write_aside(plot, picture(records, plot.suffix.lower()[1:]))
-
-
-def write_aside(path: Path, contents: bytes) -> None:
-    """Write a file under another name first, so that under its own it is never half there."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(contents)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def picture(records: Sequence[Record], kind: str) -> bytes:

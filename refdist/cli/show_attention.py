@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.options import output_file, positive
 from refdist.parallel.context import LAYOUTS, METHODS
 from refdist.parallel.context.tracing import AttentionTrace, trace
@@ -55,7 +55,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     if comm is not None and comm.rank > 0:
         return 0
     if job.svg is not None:
-        Path(job.svg).write_text(job.trace.svg(), encoding="utf-8")
+        write_aside(job.svg, job.trace.svg())
     if job.json:
         for block in job.trace.blocks:
             print(json.dumps(block._asdict()))

@@ -15,9 +15,9 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.options import output_file
 from refdist.paper.cluster import CLUSTERS, Cluster, cluster
 from refdist.paper.draw import cluster_svg, cluster_text, gigabytes
@@ -50,7 +50,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     """Print the picture."""
     shown = job.cluster
     if job.svg:
-        Path(job.svg).write_text(cluster_svg(shown), encoding="utf-8")
+        write_aside(job.svg, cluster_svg(shown))
     if job.json:
         peaks = {name: shown.flops(name) for name in shown.accelerator.peak}
         print(json.dumps({**dataclasses.asdict(shown), "size": shown.size, "flops": peaks}), flush=True)

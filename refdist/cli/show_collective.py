@@ -15,9 +15,9 @@ import dataclasses
 import importlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.options import output_file, positive
 from refdist.comm.tracing import COLLECTIVES, Trace, trace
 
@@ -73,7 +73,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     if comm is not None and comm.rank > 0:
         return 0
     if job.svg is not None:
-        Path(job.svg).write_text(job.trace.svg(), encoding="utf-8")
+        write_aside(job.svg, job.trace.svg())
     if job.json:
         for number, step in enumerate(job.trace.steps):
             held = [[dataclasses.asdict(content) for contents in columns.values() for content in contents]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli import show_memory_on_paper as paper
 from refdist.cli.job import RankJob, add_common, check_fit, make_config, make_plan
 from refdist.cli.options import memory_size, output_file
@@ -78,7 +78,7 @@ def program(comm: rd.Comm | None, job: Job | paper.Job) -> int:
     if comm.rank > 0:
         return 0
     if job.svg:
-        Path(job.svg).write_text(svg, encoding="utf-8")
+        write_aside(job.svg, svg)
     if job.json:
         print(json.dumps({"parameters": job.config.num_parameters(), "ranks": as_json(everybody)}), flush=True)
     else:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, the_part
 from refdist.cli.tables import table
 from refdist.paper.activations import Activations, korthikanti
@@ -66,7 +66,7 @@ def program(job: Job) -> int:
     """Print the tables."""
     found = figures(job)
     if job.svg:
-        Path(job.svg).write_text(_svg(job, found), encoding="utf-8")
+        write_aside(job.svg, _svg(job, found))
     if job.json:
         print(json.dumps(found), flush=True)
         return 0

@@ -14,10 +14,10 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.job import add_plan_and_model
 from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, the_part
 from refdist.cli.options import above_0, given, output_file, positive
@@ -103,7 +103,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     found = estimate(part, job.stored, job.cluster, job.format, job.efficiency)
     most = max(stage["total"] for stage in of_stages(part, job.stored))
     if job.svg:
-        Path(job.svg).write_text(_svg(job, found), encoding="utf-8")
+        write_aside(job.svg, _svg(job, found))
     if job.json:
         print(json.dumps({"model": job.name, "ranks": job.planned.world_size, "batch": job.batch, "seq": job.seq,
                           "memory": most, "fits": most <= job.cluster.accelerator.memory, "estimate": dataclasses.asdict(found)}),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import refdist as rd
+from refdist.aside import write_aside
 from refdist.cli.display import make_console
 from refdist.cli.options import PRESETS, output_file, positive
 from refdist.parallel.pipeline import SCHEDULES, Schedule, Times, check, make_schedule, promise, read_schedule, simulate
@@ -139,7 +140,7 @@ def program(comm: rd.Comm | None, job: Job) -> int:
     if job.svg and lanes is not None:
         title, facts, notes = texts(job, lanes)
         unit = "ms" if job.plan is not None else ""
-        Path(job.svg).write_text(svg_chart(lanes, title, facts, notes, unit), encoding="utf-8")
+        write_aside(job.svg, svg_chart(lanes, title, facts, notes, unit))
     if (job.check or faults) and not job.json:
         print("\n".join(map(str, faults)) or "the schedule is right", flush=True)
     return int(bool(faults))

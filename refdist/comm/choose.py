@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from refdist.aside import write_aside
+
 __all__ = ["DEFAULT", "Row", "Table"]
 
 ANY = 1 << 62
@@ -51,7 +53,7 @@ class Table:
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
-        Path(path).write_text(json.dumps(self.rows, indent=1) + "\n")
+        write_aside(path, json.dumps(self.rows, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Table:

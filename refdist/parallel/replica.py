@@ -25,6 +25,7 @@ from refdist.numerics.precision import precision_named
 from refdist.numerics.rounding import widened
 from refdist.optim.clip import exact_squares, exact_value
 from refdist.parallel import context, data, fsdp, tensor
+from refdist.parallel.agreement import require_same, sample
 from refdist.parallel.batch import micro_batches, valid_tokens
 from refdist.parallel.pipeline import stages
 from refdist.parallel.plan import Plan
@@ -54,7 +55,8 @@ class Replica:
         implementations: modules by room name that take the place of refdist's own.
 
     Raises:
-        PlanError, ConfigError: what does not fit, before anything is communicated.
+        PlanError, ConfigError: what does not fit, before anything is communicated; or a configuration, plan, precision or
+            parameters that are not those of rank 0.
     """
 
     def __init__(self, config: ModelConfig, plan: Plan, comm: Comm, params: Mapping[str, np.ndarray], precision: str = "fp64",
@@ -69,6 +71,8 @@ class Replica:
         plan.check_ranks(comm.size)
         check_params(config, params)
         check_plan(config, plan, rooms)
+        require_same(comm, configuration=config, plan=[item for item in vars(plan).items() if not callable(item[1])],
+                     precision=precision, parameters=sample(params))
         self.config = config
         self.plan = plan
         self.dtype = self.precision.dtype
@@ -87,6 +91,7 @@ class Replica:
                                     self.device, plan)
         self.pipeline.attach(self.storage)
         self._shared: tuple[int, np.ndarray, Context] | None = None
+        self._agreed = False  # on the first batch
 
     def forward_backward(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None,
                          dropout_seed: int | None = None, loss_scale: float = 1.0) -> tuple[float, int]:
@@ -100,6 +105,9 @@ class Replica:
 
         Returns:
             The mean loss over the valid tokens of the global batch, and their number.
+
+        Raises:
+            ConfigError: what is no batch for this model; or, in the first batch, another one than rank 0's.
         """
         with self._overflows(loss_scale):
             batches = self._micro_batches(input_ids, labels, segment_ids, dropout_seed)
@@ -158,6 +166,9 @@ class Replica:
         check_batch(self.config, input_ids, labels, segment_ids)
         self.plan.check_batch(len(input_ids))
         input_ids, labels = (array.astype(np.int64, copy=False) for array in (input_ids, labels))  # small ones wrap
+        if not self._agreed:
+            require_same(self.mesh.comm, input_ids=input_ids, labels=labels, segment_ids=segment_ids, dropout_seed=dropout_seed)
+            self._agreed = True
         length = input_ids.shape[1]
         positions, shared = self._context(length)
         axis = shared.tensor

@@ -21,6 +21,7 @@ from refdist.model.params import init_params
 from refdist.numerics.loss_scale import LossScale, loss_scale_of
 from refdist.ops import accumulation_dtype
 from refdist.optim import AdamW, Optimizer, clip_scale
+from refdist.parallel.agreement import require_same
 from refdist.parallel.plan import Plan
 from refdist.parallel.replica import Replica
 
@@ -88,7 +89,10 @@ class Trainer:
         self.use(AdamW() if optimizer is None else optimizer)
 
     def use(self, optimizer: Optimizer) -> None:
-        """Train with this optimizer from now on: its state is new, and steps count from 0."""
+        """Train with this optimizer from now on: its state is new, and steps count from 0. Collective."""
+        fields = [item for item in vars(optimizer).items() if not callable(item[1])]
+        require_same(self.replica.mesh.comm, optimizer=(type(optimizer).__name__, fields, optimizer.learning_rate(1)),
+                     clip_norm=self.clip_norm, loss_scale=self.loss_scale and vars(self.loss_scale))
         self.optimizer = optimizer
         self.steps = 0
         self.state = {name: tuple(self.device.zeros(parameter, None, "optimizer", accumulation_dtype(parameter))
