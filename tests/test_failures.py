@@ -179,3 +179,116 @@ def test_a_rank_that_never_comes_to_raises() -> None:
 def test_a_work_that_nobody_waits_for_is_left_over(start):
     with pytest.raises(rd.MismatchError, match="started and never waited for"):
         rd.run(start, 4)
+
+
+# ------------------------------------------------------------------------------------ what a run does to its surroundings
+
+
+def test_a_work_that_has_failed_fails_whenever_it_is_asked() -> None:
+    def program(comm: rd.Comm) -> None:
+        work = comm.start("all_gather", np.ones(3), out=np.zeros(7), algorithm="direct")
+        for ask in (work.wait, work.wait, work.test):
+            with pytest.raises(ValueError, match="out has length 7"):
+                ask()
+
+    rd.run(program, 2)
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", 1, 2, 3])
+def test_a_rank_may_be_slower_than_one_that_fails_as_expected(scheduler: str | int) -> None:
+    """A broadcast's root has long gone on when the others receive; what it raises then is not their business yet."""
+    def program(comm: rd.Comm) -> float:
+        x = comm.broadcast(np.ones(3), 0)
+        with raises(comm, ValueError):
+            raise ValueError("x")
+        return float(comm.all_reduce(x)[0])
+
+    assert rd.run(program, 3, scheduler=scheduler) == [3.0] * 3
+
+
+def test_a_failure_before_an_expected_one_is_what_is_raised() -> None:
+    def program(comm: rd.Comm) -> None:
+        if comm.rank == 1:
+            raise KeyError("not expected")
+        with raises(comm, ValueError):
+            raise ValueError("x")
+
+    with pytest.raises(KeyError, match="not expected"):
+        rd.run(program, 3)
+
+
+def test_a_message_under_way_is_named_where_an_error_is_expected() -> None:
+    def program(comm: rd.Comm) -> None:
+        if comm.rank == 0:
+            comm.send(np.ones(1), 1)
+        with raises(comm, ValueError):
+            raise ValueError("x")
+
+    with pytest.raises(rd.MismatchError, match="under way where an error is expected:\n  rank 0: send of 8 bytes to rank 1"):
+        rd.run(program, 2)
+
+
+def groups_after_a_failure(comm: rd.Comm) -> list[float]:
+    """Ranks that have made unequal numbers of groups fail together; a group that is new then is none of those that are there."""
+    group = comm.split(comm.rank % 2)
+    assert group is not None
+    if comm.rank % 2:
+        group = group.split(0)
+        assert group is not None
+    with raises(comm, rd.DeadlockError):
+        comm.recv((comm.rank + 1) % comm.size)
+    new = comm.split(0)
+    assert new is not None
+    pair = [(group, 1.0), (new, 100.0)]
+    if comm.rank == 3:
+        pair.reverse()
+    works = [each.start("all_reduce", np.full(3, value), algorithm="recursive_doubling") for each, value in pair]
+    return sorted(float(work.wait()[0]) for work in works)
+
+
+def test_groups_after_a_failure_are_new() -> None:
+    assert rd.run(groups_after_a_failure, 4) == [[2.0, 400.0]] * 4
+
+
+def test_peer_failed_names_the_rank_that_failed_first() -> None:
+    seen: dict[int, int] = {}
+
+    def program(comm: rd.Comm) -> None:
+        if comm.rank == 1:
+            raise ValueError("bad")
+        try:
+            comm.recv(1)
+        except rd.PeerFailed as error:
+            seen[comm.rank] = error.rank
+            raise
+
+    with pytest.raises(ValueError, match="bad"):
+        rd.run(program, 4)
+    assert seen == {0: 1, 2: 1, 3: 1}
+
+
+def test_a_run_has_the_context_of_its_caller() -> None:
+    def program(comm: rd.Comm) -> str:
+        comm.barrier()
+        with pytest.raises(FloatingPointError):
+            np.ones(1) / np.zeros(1)
+        return "raised"
+
+    with np.errstate(divide="raise"):
+        assert rd.run(program, 2) == ["raised"] * 2
+
+
+def test_a_broken_scheduler_leaves_no_rank_behind() -> None:
+    ended = []
+
+    def program(comm: rd.Comm) -> None:
+        try:
+            comm.barrier()
+            comm.barrier()
+        finally:
+            ended.append(comm.rank)
+
+    turns = iter([0, 0, 0, 99])
+    with pytest.raises(IndexError, match="chose 99"):
+        rd.run(program, 3, scheduler=lambda runnable: next(turns))
+    assert sorted(ended) == [0, 1, 2]

@@ -178,6 +178,8 @@ def test_where_the_layers_lie() -> None:
     assert pieces == [["embed", 0, 1, 2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13, "head"]]
     pieces = pieces_of_places(config, make_schedule("zb_v", 2, 4), (1, 2, 3, 8))
     assert pieces == [["embed", 0], [1, 2], [3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13, "head"]]
+    pieces = pieces_of_places(config, make_schedule("zb_v", 2, 4), (4, 10))  # the first stage has both ends of the V
+    assert pieces == [["embed", 0, 1], [2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [12, 13, "head"]]
 
 
 # ------------------------------------------------------------------------------------------------------- memory

@@ -151,6 +151,8 @@ def test_zero_bubble_is_no_slower_than_1f1b_and_zb_v_has_none() -> None:
 
 def test_latency_delays_messages_only() -> None:
     assert makespan(simulate(made("1f1b", 1, 3), Times(1, 1, 1), latency=5)) == 9
+    assert makespan(simulate(made("1f1b", 1, 1), Times(1, 1, 1, FB=2))) == 3  # F and its own B do not overlap
+    assert lower_bound(made("zb_h1", 2, 1), Times(1, 2, 4)) == makespan(simulate(made("zb_h1", 2, 1), Times(1, 2, 4))) == 10
     assert makespan(simulate(made("1f1b", 2, 1), Times(1, 1, 1), latency=5)) == 6 + 2 * 5
     assert makespan(simulate(made("zb_v", 2, 1), Times(2, 2, 2), latency=5)) == 4 + 4 + 2 + 4 * 5  # none at the turn of the V
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refdist as rd
-from refdist.comm.board import LEFT, RUNNING, WAITING, Board, MessageBoard, SharedBoard
+from refdist.comm.board import LEFT, RUNNING, TEXT_BYTES, WAITING, Board, MessageBoard, SharedBoard
 from refdist.comm.diagnosis import Doing, Wait, explain, stuck
 from refdist.comm.message import fingerprint, meaning
 from refdist.comm.transport import Request
@@ -139,6 +139,23 @@ def test_the_board_says_on_every_rank_what_each_has_said(kind: str) -> None:
         assert not view.answered(0)
 
 
+def test_a_text_that_is_too_long_stays_in_its_record() -> None:
+    views = boards("shared", 2)
+    views[1].publish(b"of rank 1")
+    views[0].publish(b"x" * 3 * TEXT_BYTES)
+    for view in views:
+        assert view.doing(0) == b"x" * TEXT_BYTES
+        assert view.doing(1) == b"of rank 1"
+
+
+def test_what_was_said_before_a_new_start_does_not_count_after_it() -> None:
+    views = boards("messages", 2)
+    views[1].fail("ValueError", "old", complete=True)
+    views[0].reset()  # and only then the old record comes
+    views[0].refresh()
+    assert views[0].first_failure() == -1
+
+
 class FakeChannel:
     """Marks and messages between ranks of one test, delivered when the test says so."""
 
@@ -231,6 +248,49 @@ def test_a_message_under_way_is_no_deadlock() -> None:
 
 
 @pytest.mark.usefixtures("no_waiting")
+def test_marks_of_an_earlier_wait_prove_nothing() -> None:
+    """Both ranks have said that they are stuck; then rank 0 goes on after all, sends to rank 1, and waits again."""
+    dogs, channels, requests = a_world_that_waits(2)
+    for _ in range(2):
+        for dog, request in zip(dogs, requests, strict=True):
+            dog.look(request, False)
+    for channel in channels:
+        channel.deliver()
+    channels[0].arrived = True
+    dogs[0].look(requests[0], False)
+    assert requests[0][0].done
+    dogs[0].end()
+    channels[0].network[0, 1].append("message")
+    again = [Request("receive", 1, 0, 0, None, b"", b"", None, "recv")]
+    for _ in range(4):
+        dogs[0].look(again, False)
+        dogs[1].look(requests[1], False)
+    assert dogs[0].board.first_failure() == -1
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_message_may_come_between_two_looks() -> None:
+    """Rank 1 has sent to rank 0; message and mark arrive while rank 0 looks for marks, after its look for messages."""
+    dogs, channels, requests = a_world_that_waits(2)
+    channels[0].network[1, 0].append("message")
+    marks = channels[0].marks
+
+    def late() -> dict[int, int]:
+        if dogs[1].board.confirmed(1):
+            channels[0].deliver()
+        return marks()
+
+    channels[0].marks = late  # type: ignore[method-assign]
+    for _ in range(6):
+        for dog, request in zip(dogs, requests, strict=True):
+            if not request[0].done:
+                dog.look(request, False)
+        channels[1].deliver()
+    assert requests[0][0].done
+    assert dogs[0].board.first_failure() == -1
+
+
+@pytest.mark.usefixtures("no_waiting")
 def test_a_rank_that_computes_protects_those_that_need_it() -> None:
     dogs, channels, requests = a_world_that_waits(3)
 
@@ -281,6 +341,29 @@ def test_messages_of_one_tag_arrive_in_order_whatever_the_interleaving(world: Wo
             work.wait()
 
     world.run(program)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("sends", ["buffered", "rendezvous"])
+@pytest.mark.parametrize("scheduler", ["fifo", 0, 1, 2, 3])
+def test_what_sendrecv_has_sent_may_be_changed_after_it(scheduler: str | int, sends: str, checks: bool) -> None:
+    def program(comm: rd.Comm) -> float:
+        x = np.full(5000, float(comm.rank))
+        got = comm.sendrecv(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+        x[:] = 99
+        return float(got[0])
+
+    assert rd.run(program, 4, scheduler=scheduler, sends=sends, checks=checks) == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_a_groups_nodes_are_those_of_its_members() -> None:
+    """Ranks 1, 2, 3 of four on two hosts: one host has the first of the group, the other one the rest."""
+    def program(comm: rd.Comm) -> Any:
+        comm.transport.nodes = [0, 0, 2, 2]
+        group = comm.split(0 if comm.rank else None)
+        return None if group is None else group.nodes()
+
+    assert rd.run(program, 4)[1:] == [[[0], [1, 2]]] * 3
 
 
 class Looks:

@@ -149,7 +149,7 @@ class _World:
             error = explain({rank: doing for rank, doing in waiting.items() if isinstance(doing, Doing)},
                             {**others, **{rank: doing for rank, doing in waiting.items() if isinstance(doing, str)}})
             self.stranded = all(transport.waiting_for is None for transport in alive)
-            if self.stranded:
+            if self.stranded and (self.failed_rank < 0 or not transports[self.failed_rank].greenlet.dead):
                 self.error = None  # that failure was met; what is wrong now is that not all have come to settle
             self.fail_all(alive[0].rank, error)
             if self.stranded:

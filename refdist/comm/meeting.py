@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECONDS = 300.0
+LONGEST = 10**7  # what time.sleep takes on any system; 115 days
 VARIABLE = "REFDIST_MEETING_SECONDS"
 
 
@@ -34,8 +35,8 @@ def limited_meeting() -> Iterator[None]:
         seconds = float(said)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{VARIABLE}={said}: expected a number of seconds, more than 0")
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(f"{VARIABLE}={said}: expected a number of seconds, more than 0 and at most {LONGEST:,}")
     guard = subprocess.Popen([sys.executable, "-I", "-S", __file__, str(os.getpid()), f"{seconds:g}"], stdin=subprocess.PIPE)
     try:
         yield

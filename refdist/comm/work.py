@@ -22,19 +22,25 @@ class Work:
     group's device runs.
     """
 
-    __slots__ = ("_pending", "_result", "_steps", "_transport", "done")
+    __slots__ = ("_error", "_pending", "_result", "_steps", "_transport", "done")
 
     def __init__(self, transport: Transport, steps: Steps) -> None:
         self._transport = transport
         self._steps = steps
         self._pending: Sequence[Request] = ()
         self._result: Any = None
+        self._error: BaseException | None = None
         self.done = False
         transport.active.append(self)
         self._step()  # and no further: what the caller does next happens while these messages are under way
 
     def advance(self) -> bool:
-        """Take every step that is ready; True when the collective is done. Never blocks and lets no other rank run."""
+        """Take every step that is ready; True when the collective is done. Never blocks and lets no other rank run.
+
+        A collective that has failed raises its error whenever it is asked.
+        """
+        if self._error is not None:
+            raise self._error
         test = self._transport.test
         while not self.done and test(self._pending):
             self._step()
@@ -47,7 +53,8 @@ class Work:
             self._pending = next(self._steps)
         except StopIteration as stop:
             self._finish(stop.value)
-        except BaseException:
+        except BaseException as error:
+            self._error = error
             self._finish(None)
             raise
 

@@ -2,7 +2,7 @@
 
     run_example     one run of a rank program on ranks that exist already (MPI); whatever happens, the next one starts afresh
     raises          asserts an expected error on all ranks together, and the program goes on after it
-    TimeLimit       ends a run that takes too long with what every rank was doing
+    alarm           ends a run that takes too long with what every rank was doing
 
 Both rest on ``Transport.settle``: ranks come together, drain what was sent, raise the epoch, forget the failure.
 """
@@ -179,7 +179,8 @@ class raises:
 
     Every rank of the program must come here. At least one must raise ``expected``; the others may raise it too, or the PeerFailed
     that follows from it. Otherwise every rank raises AssertionError with what happened on each. Afterwards the program goes on
-    as if the part had never been: messages of it are drained, and collective calls count from 0 again.
+    as if the part had never been: messages of it are drained, and collective calls count from 0 again. No message and no Work
+    may be under way when it begins.
 
     Args:
         comm: the group of all ranks that run the program.
@@ -200,6 +201,13 @@ class raises:
         self.errors: list[BaseException | None] = []
 
     def __enter__(self) -> raises:
+        """All ranks meet, so that none is still in a call before this part when another one fails in it."""
+        outcomes, left_over = _settle(self.comm.transport, Outcome())
+        for rank in self.comm.members:
+            if outcomes[rank].finished or outcomes[rank].error is not None:
+                raise PeerFailed(rank, _words(outcomes[rank]))
+        if left_over:
+            raise MismatchError("messages are under way where an error is expected:\n  " + "\n  ".join(left_over[:20]))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
