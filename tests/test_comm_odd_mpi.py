@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_failures
 from mpirun import run_ranks
 
 import refdist as rd
@@ -30,10 +31,41 @@ def test_what_is_equal_has_one_fingerprint(said: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(("ranks", "program"), [
     (3, "said_otherwise"), (2, "longer_than_expected"), (3, "longer_than_expected"), (2, "out_on_some_ranks"),
     (2, "out_that_cannot_be_written"), (2, "struck_in_a_swap"), (3, "struck_in_a_swap"), (2, "out_overlaps"), (3, "out_overlaps"),
-    (2, "nothing_piles_up"), (3, "nothing_piles_up"), (3, "many_under_way")])
+    (2, "nothing_piles_up"), (3, "nothing_piles_up"), (3, "many_under_way"), (2, "very_many_calls"), (2, "another_fails_meanwhile"),
+    (4, "groups_after_a_failure")])
 def test_odd_calls(program: str, ranks: int) -> None:
     done = run_ranks(ranks, [__file__, program])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def very_many_calls(comm: rd.Comm) -> None:
+    """After 65,533 collectives on each of two groups their Works still meet their own messages, in whatever order they start."""
+    group = comm.split(0)
+    assert group is not None
+    comm._sequence[0] = group._sequence[0] = (1 << 16) - 3
+    for _ in range(6):
+        pair = [(group, 1.0), (comm, 100.0)]
+        if comm.rank:
+            pair.reverse()
+        works = {each.context: each.start("all_reduce", np.full(3, value)) for each, value in pair}
+        assert all(0x8000 <= comm.call("a look", "at the tag").tag < 0x10000 for _ in range(2))
+        group.call("a look", "at the tag"), group.call("a look", "at the tag")
+        assert works[group.context].wait()[0] == comm.size
+        assert works[comm.context].wait()[0] == 100 * comm.size
+
+
+def another_fails_meanwhile(comm: rd.Comm) -> None:
+    """A rank that polls hears of the failure of another one."""
+    with raises(comm, ValueError):
+        if comm.rank == 1:
+            raise ValueError("bad")
+        work = comm.irecv(1)
+        while not work.test():
+            pass
+
+
+def groups_after_a_failure(comm: rd.Comm) -> None:
+    assert test_failures.groups_after_a_failure(comm) == [2.0, 400.0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
