@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import batch, model
 
 import refdist as rd
 from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter, trace
 from refdist.comm.broadcast import PIECE
 from refdist.comm.reduction import bounds
 from refdist.device import Device
+from refdist.device.events import Message
+from refdist.parallel.fsdp.units import gather_rows, reduce_scatter_rows
 
 SIZES = st.integers(1, 17), st.integers(0, 90)
 LG = {ranks: ranks.bit_length() - 1 for ranks in range(1, 18)}  # ⌊lg N⌋
@@ -264,3 +267,50 @@ def test_every_algorithm_is_counted_here() -> None:
         "all_gather": ["bruck", "direct", "recursive_doubling", "ring"],
         "broadcast": ["binomial", "chain", "scatter_all_gather"], "reduce": ["binomial"], "gather": ["binomial"],
         "scatter": ["binomial"], "all_to_all": ["bruck", "pairwise"]}
+
+
+def messages_of(ranks: int, program: Callable[[rd.Comm], Any]) -> list[list[Message]]:
+    """The message events of each rank's device."""
+    seen: list[list[Message]] = [[] for _ in range(ranks)]
+
+    def listened(comm: rd.Comm) -> None:
+        listener = seen[comm.rank].append
+        program(comm.bind(Device(listeners=[lambda event: listener(event) if isinstance(event, Message) else None])))
+
+    rd.run(listened, ranks)
+    return seen
+
+
+def test_a_split_group_counts_on_the_same_device_and_names_world_ranks() -> None:
+    def program(comm: rd.Comm) -> None:
+        group = comm.split(comm.rank // 2, axis="tp")
+        assert group is not None
+        group.all_reduce(np.ones(600), algorithm="ring")
+
+    seen = messages_of(4, program)
+    for rank, events in enumerate(seen):
+        mine = [event for event in events if event.operation == "all_reduce"]
+        assert [(event.axis, event.peer, event.step) for event in mine] == [("tp", rank ^ 1, 0), ("tp", rank ^ 1, 1)]
+
+
+def test_every_message_knows_its_step() -> None:
+    """Of the collectives that are written outside of comm: rows of a layer (FSDP), and heads (Ulysses)."""
+    x = [np.arange(8.0), np.arange(4.0)]
+    offsets = [(0, 2, 4, 6, 8), (0, 1, 2, 3, 4)]
+
+    def rows(comm: rd.Comm) -> None:
+        mine = [each[at[comm.rank]:at[comm.rank + 1]] for each, at in zip(x, offsets, strict=True)]
+        comm.start_steps(gather_rows(comm, mine, [np.empty_like(each) for each in x], offsets), "gather").wait()
+        comm.start_steps(reduce_scatter_rows(comm, x, [each.copy() for each in mine], offsets), "sums").wait()
+
+    for events in messages_of(4, rows):
+        assert [event.step for event in events if event.operation == "all_gather"] == [0, 1, 2]
+        assert [event.step for event in events if event.operation == "reduce_scatter"] == [0, 1, 2]
+
+    config, params = model(num_attention_heads=4, num_key_value_heads=4)
+    ids, labels = batch(config, 1, 8)
+    plan = rd.Plan(cp=4, cp_method="ulysses")
+    for events in messages_of(4, lambda comm: rd.loss_and_grads(config, plan, params, ids, labels, comm=comm, device=comm.device)):
+        steps = [event.step for event in events if event.operation == "all_to_all"]
+        assert steps
+        assert set(steps) == {0, 1, 2}
