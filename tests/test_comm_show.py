@@ -182,7 +182,7 @@ def test_the_page_on_collectives(tmp_path: Path) -> None:
     ("bench collectives --ranks 2 --sizes 8,some", "--sizes 8,some: expected bytes with commas, as in 8,64K,1M"),
     ("bench collectives --ranks 2 --sizes=-8", "--sizes -8: expected bytes"),
     ("bench collectives --ranks 2 --seconds -1", "a number above 0, not '-1'"),
-    ("bench collectives --ranks 2 --dtype words", "--dtype words: expected a number dtype")])
+    ("bench collectives --ranks 2 --dtype words", "--dtype words: expected the dtype of real numbers")])
 def test_bad_options_are_one_line_before_anything_runs(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = main(words.split())

@@ -310,7 +310,11 @@ def test_every_message_knows_its_step() -> None:
     config, params = model(num_attention_heads=4, num_key_value_heads=4)
     ids, labels = batch(config, 1, 8)
     plan = rd.Plan(cp=4, cp_method="ulysses")
-    for events in messages_of(4, lambda comm: rd.loss_and_grads(config, plan, params, ids, labels, comm=comm, device=comm.device)):
+
+    def heads(comm: rd.Comm) -> None:
+        rd.loss_and_grads(config, plan, params, ids, labels, comm=comm, device=comm.device)
+
+    for events in messages_of(4, heads):
         steps = [event.step for event in events if event.operation == "all_to_all"]
         assert steps
         assert set(steps) == {0, 1, 2}

@@ -109,8 +109,10 @@ def prepare(args: argparse.Namespace) -> Job:
             raise rd.ConfigError(f"--algorithms {algorithm}: expected some of {', '.join(sorted(known))}")
     try:
         dtype = np.dtype(args.dtype)
+        if dtype.kind not in "iuf":
+            raise TypeError
     except TypeError:
-        raise rd.ConfigError(f"--dtype {args.dtype}: expected a number dtype") from None
+        raise rd.ConfigError(f"--dtype {args.dtype}: expected the dtype of real numbers, such as float32") from None
     if not re.fullmatch(r"\d+[KMG]?(,\d+[KMG]?)*", args.sizes):
         raise rd.ConfigError(f"--sizes {args.sizes}: expected bytes with commas, as in 8,64K,1M")
     sizes = [int(word.rstrip("KMG")) * UNITS[word.lstrip("0123456789")] for word in args.sizes.split(",")]

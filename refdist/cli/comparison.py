@@ -23,6 +23,7 @@ from rich.table import Table
 import refdist as rd
 from refdist.cli.job import RankJob, add_common, check_fit, make_config, make_plan
 from refdist.numerics.random import normal, random_words, stream
+from refdist.ops import IGNORED
 from refdist.parallel import loss_and_grads
 
 FP64_BOUND = 1e-10
@@ -30,7 +31,6 @@ SMALL_GRADIENT = 1e-3  # a gradient is held against at least this part of the la
 ROUNDING_MULTIPLE = 16.0  # of the single device's own error in lower precision
 LAST_PLACES = 64.0  # units in the last place of 16 bits
 LAST_PLACE = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7}
-IGNORED = -100
 
 Gradients = dict[str, np.ndarray]
 
@@ -70,7 +70,7 @@ def measure(comm: rd.Comm, job: Job) -> tuple[dict[str, Row], float, bool] | Non
     input_ids, labels = random_batch(job)
     scale = loss_scale(job, labels)
     parallel = rd.loss_and_grads(job.config, job.plan, params, input_ids, labels, comm=comm, precision=job.precision,
-                                 loss_scale=scale)
+                                 loss_scale=scale, dropout_seed=dropout_seed(job))
     alone = comm.split(0 if comm.rank == 0 else None)
     if alone is None:
         return None
@@ -102,11 +102,16 @@ def loss_scale(job: Job, labels: np.ndarray) -> float:
     return 2.0 ** int(np.count_nonzero(labels != IGNORED)).bit_length() if job.precision == "fp16" else 1.0
 
 
+def dropout_seed(job: Job) -> int | None:
+    """The seed of the dropout masks, if the model drops anything."""
+    return job.seed if job.config.attention_dropout or job.config.hidden_dropout else None
+
+
 def reference(
     job: Job, params: Gradients, input_ids: np.ndarray, labels: np.ndarray, alone: rd.Comm
 ) -> tuple[tuple[float, Gradients], dict[str, float]]:
     """The single device's loss and gradients in float64, and the largest error to allow for each of them."""
-    loss, grads = rd.reference.loss_and_grads(job.config, params, input_ids, labels)
+    loss, grads = rd.reference.loss_and_grads(job.config, params, input_ids, labels, dropout_seed=dropout_seed(job))
     largest = {name: float(np.abs(g).max()) for name, g in grads.items()}
     floor = SMALL_GRADIENT * max(largest.values())
     bounds = {name: FP64_BOUND * max(value, floor) for name, value in largest.items()} | {"loss": FP64_BOUND * abs(loss)}
@@ -114,11 +119,13 @@ def reference(
     if unit > LAST_PLACE["fp64"]:
         if unit == LAST_PLACE["fp32"]:
             rough = {name: value.astype(np.float32) for name, value in params.items()}
-            rough_loss, rough_grads = rd.reference.loss_and_grads(job.config, rough, input_ids, labels)
+            rough_loss, rough_grads = rd.reference.loss_and_grads(job.config, rough, input_ids, labels,
+                                                                  dropout_seed=dropout_seed(job))
         else:
             plan = rd.Plan(tensor_core=job.plan.tensor_core)
             rough_loss, rough_grads = loss_and_grads(job.config, plan, params, input_ids, labels, comm=alone,
-                                                     precision=job.precision, loss_scale=loss_scale(job, labels))
+                                                     precision=job.precision, loss_scale=loss_scale(job, labels),
+                                                     dropout_seed=dropout_seed(job))
         own = {name: float(np.abs(rough_grads[name] - grads[name]).max()) for name in grads}
         bounds = {name: ROUNDING_MULTIPLE * max(own[name], unit * max(largest[name], floor)) for name in grads}
         bounds["loss"] = ROUNDING_MULTIPLE * max(abs(float(rough_loss) - loss), unit * abs(loss))
@@ -146,7 +153,7 @@ def compare(parallel: Gradients, single: Gradients, bounds: dict[str, float]) ->
         scale = max(float(np.abs(want).max()), floor)
         square = float(np.vdot(want, want))
         ratio = float(np.vdot(got, want)) / square if square else 1.0
-        rows[name] = Row(max_abs, max_abs / scale, ratio, max_abs <= bounds[name])
+        rows[name] = Row(max_abs, max_abs / scale if scale else max_abs, ratio, max_abs <= bounds[name])
     return rows
 
 

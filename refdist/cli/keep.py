@@ -49,14 +49,21 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def results(save: Path | None, plot: Path | None, config: rd.ModelConfig, params: Mapping[str, np.ndarray],
-            records: Sequence[Record]) -> None:
-    """Write what was asked for; ``records`` are the steps and, last, the summary."""
-    if save is not None:
-        rd.save_params(save, config, params)
-        write_aside(save / METRICS, "".join(as_json(record) + "\n" for record in records))
-    if plot is not None:
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(plot, picture(records, plot.suffix.lower()[1:]))
+            records: Sequence[Record]) -> str:
+    """Write what was asked for; ``records`` are the steps and, last, the summary. Returns what could not be written, or ""."""
+    option = ""
+    try:
+        if save is not None:
+            option = f"--save {save}"
+            rd.save_params(save, config, params)
+            write_aside(save / METRICS, "".join(as_json(record) + "\n" for record in records))
+        if plot is not None:
+            option = f"--plot {plot}"
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            write_aside(plot, picture(records, plot.suffix.lower()[1:]))
+    except OSError as error:
+        return f"{option} could not be written: {error.strerror or error}"
+    return ""
 
 
 def picture(records: Sequence[Record], kind: str) -> bytes:

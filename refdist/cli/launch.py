@@ -57,6 +57,9 @@ class Launched:
     size: int | None
 
 
+HOME = {"HOME": os.sep}  # where there is none: Open MPI's mpirun does not even say its version then
+
+
 @dataclass(frozen=True)
 class Runtime:
     """An MPI runtime that can be started: the kind of library, its version, and the `mpirun` that belongs to it."""
@@ -165,7 +168,8 @@ def _candidates(library: str) -> list[str]:
 
 def _output(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env={**HOME, **os.environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout + done.stderr if done.returncode == 0 else None
@@ -202,7 +206,7 @@ def rank_environment(runtime: Runtime, environ: Mapping[str, str], folder: str) 
         changed |= {name: environ.get(name, folder) for name in SESSION_FOLDER}
     if runtime.kind == "Intel MPI":
         changed["I_MPI_PIN"] = "0"
-    return {**environ, **changed}
+    return {**HOME, **environ, **changed}
 
 
 # ---------------------------------------------------------------- starting mpirun, and being started by it
@@ -233,6 +237,7 @@ def _program() -> list[str]:
 def run_and_pass_signals(command: list[str], environ: dict[str, str]) -> int:
     """Run a command that starts ranks; its exit status, or 128 + the signal that ended it."""
     got: list[int] = []
+    lost: list[str] = []
     process = subprocess.Popen(
         command,
         env=environ,
@@ -250,14 +255,19 @@ def run_and_pass_signals(command: list[str], environ: dict[str, str]) -> int:
             process.send_signal(signal.SIGTERM if len(got) == 1 else signal.SIGKILL)
 
     def copy(source: IO[bytes], target: IO[bytes]) -> None:
-        # What mpirun prints about an end that was asked for is dropped. Where the reader has gone, there is no more to do.
+        # What mpirun prints about an end that was asked for is dropped. Where the reader has gone, or what is written is lost,
+        # there is no more to do.
         while chunk := os.read(source.fileno(), 65536):
-            if not got:
+            if not got and not lost:
                 try:
                     target.write(chunk)
                     target.flush()
                 except BrokenPipeError:
                     pass_on(signal.SIGPIPE, None)
+                except OSError as error:
+                    lost.append(f"{getattr(target, 'name', '')}: {error.strerror}")
+                    with contextlib.suppress(ProcessLookupError):
+                        process.terminate()
 
     assert process.stdout is not None
     assert process.stderr is not None
@@ -274,8 +284,12 @@ def run_and_pass_signals(command: list[str], environ: dict[str, str]) -> int:
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
+    if lost:
+        raise LaunchError(f"output is lost: {lost[0]}")
     if got and got[0] != signal.SIGPIPE:
         print("refdist: interrupted", file=sys.stderr)
+    elif status < 0:
+        print(f"refdist: {command[0]} was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 128 + got[0] if got else status if status >= 0 else 128 - status
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,8 +35,14 @@ ERRORS_OF_USE = (rd.PlanError, rd.ConfigError, DataError, launch.LaunchError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (sys.argv's by default); returns the exit status: 0, 1 (failed check), 2 (error of use), 130."""
+    """Run a command line (sys.argv's by default); returns the exit status: 0, 1 (failed check), 2 (error of use, or a file or
+    stream that cannot be written), 130."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: what is written goes nowhere
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(getattr(sys, name), io.TextIOWrapper):  # "?" for what its encoding lacks
+            getattr(sys, name).reconfigure(errors="replace")
     args, unknown = parser().parse_known_args(words)
     if unknown:
         refuse_unknown(args.parser, unknown)
@@ -58,6 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `refdist train --json | head`
         forget_stdout()
         return GONE
+    except OSError as error:
+        if world is not None:
+            raise
+        say(f"refdist {args.command}: {error}")
+        forget_stdout()
+        return 2
 
 
 def forget_stdout() -> None:
@@ -117,7 +130,7 @@ def join(args: argparse.Namespace, world: launch.Launched) -> int:
     note = launch.read_note(os.environ)
     if note is not None:
         launch.die_with_parent()
-    command, job, problem = COMMANDS[args.command], None, ""
+    command, job, problem, status = COMMANDS[args.command], argparse.Namespace(plan=None), "", 0
     try:
         job = prepare_rank(args, world, comm)
     except ERRORS_OF_USE as error:
@@ -127,7 +140,10 @@ def join(args: argparse.Namespace, world: launch.Launched) -> int:
     if comm.rank == 0 and note is None:
         say(f"refdist: {counted(comm.size, 'MPI rank')}, started by {world.launcher}")
     try:
-        status = on_rank(command, comm, job)
+        if job.plan is not None:
+            status = on_rank(command, comm, job)
+        elif comm.rank == 0:  # nothing runs on ranks
+            status = command.program(None, job)
     except ERRORS_OF_USE as error:  # what only the trainer could see, and then on every rank
         refused(comm, str(error), args.command)
         status = 2
@@ -138,7 +154,7 @@ def join(args: argparse.Namespace, world: launch.Launched) -> int:
 
 def prepare_rank(args: argparse.Namespace, world: launch.Launched, comm: rd.Comm) -> Any:
     """The job of this rank, if the plan fits the ranks that were started."""
-    if args.in_process and comm.size > 1:
+    if getattr(args, "in_process", False) and comm.size > 1:
         raise launch.LaunchError(f"--in-process starts its own ranks; {world.launcher} started {comm.size} already")
     job: Any = COMMANDS[args.command].prepare(args)
     if job.plan is not None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -175,12 +176,19 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def path(text: str) -> Path:
+    """Read the name of a file or folder; an empty one, as of a variable that is not set, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file or folder, not an empty one")
+    return Path(text)
+
+
 def output_file(text: str) -> str:
     """Read the name of a file that is going to be written: its folder is there, and it is no folder itself."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, not {text!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written to, not {text!r}")
     return text
 
@@ -227,5 +235,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """One line on standard error, if that can be written to."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -81,6 +81,8 @@ def prepare(args: argparse.Namespace) -> Job:
     changed = bool(given(rd.Plan, args) or given(rd.ModelConfig, args) or args.batch or args.seq)
     if args.run is not None:
         published = PLANS[args.run]
+        if args.model not in (published["model"], "llama3-405b"):
+            raise rd.ConfigError(f"--run {args.run} is a run of {published['model']}: --model {args.model} is another one")
         args.model, args.batch, args.seq = published["model"], args.batch or published["batch"], args.seq or published["seq"]
         args.stored = "mixed-fp32-gradients" if args.stored == "mixed" else args.stored
         for name, value in published["plan"].items():

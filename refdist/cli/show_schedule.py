@@ -15,7 +15,6 @@ import argparse
 import json
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ import refdist as rd
 from refdist.aside import write_aside
 from refdist.cli.display import make_console
 from refdist.cli.options import PRESETS, output_file, positive
-from refdist.parallel.pipeline import SCHEDULES, Schedule, Times, check, make_schedule, promise, read_schedule, simulate
-from refdist.parallel.pipeline.action import KINDS, PLACEMENTS, Action
+from refdist.parallel.pipeline import SCHEDULES, Schedule, Times, check, make_schedule, promise, simulate
+from refdist.parallel.pipeline.action import KINDS, PLACEMENTS, Action, load_schedule
 from refdist.parallel.pipeline.draw import svg_chart, terminal_chart
 from refdist.parallel.pipeline.stages import check as check_plan
 from refdist.parallel.pipeline.timing import Recorder, Span, bubble, idle, makespan, peak_in_flight
@@ -101,6 +100,8 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.schedule.endswith(".json"):
         schedule = _read(args)
     else:
+        if args.placement is not None:
+            raise rd.PlanError(f"--placement is for a .json file: where the chunks of {args.schedule} lie is known")
         chunks = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
         schedule = make_schedule(args.schedule, args.stages or 4, args.micro_batches or 8, chunks, args.interleave_group)
     plan = None
@@ -112,12 +113,10 @@ def prepare(args: argparse.Namespace) -> Job:
 
 
 def _read(args: argparse.Namespace) -> Schedule:
-    try:
-        schedule = read_schedule(Path(args.schedule).read_text(encoding="utf-8"), args.placement, args.schedule)
-    except OSError as error:
-        raise rd.PlanError(f"{args.schedule}: {error.strerror}") from None
-    for name in ("stages", "micro_batches"):
-        wanted, found = getattr(args, name), getattr(schedule, name)
+    schedule = load_schedule(args.schedule, args.placement)
+    for name, found in (("stages", schedule.stages), ("micro_batches", schedule.micro_batches),
+                        ("virtual_stages", schedule.chunks)):
+        wanted = getattr(args, name)
         if wanted is not None and wanted != found:
             raise rd.PlanError(f"{args.schedule} has {found} {name.replace('_', '-')}, not {wanted}")
     return schedule

@@ -23,7 +23,7 @@ import refdist as rd
 from refdist.cli import keep, show_memory, utilization
 from refdist.cli.display import Display, Record, make_display
 from refdist.cli.job import add_common, check_fit, make_config, make_plan
-from refdist.cli.options import memory_size, natural, positive, say, scale
+from refdist.cli.options import memory_size, natural, path, positive, say, scale
 from refdist.device import Timeline
 from refdist.optim import warmup_cosine
 from refdist.train.bigram import bigram_log_probabilities, bigram_loss
@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `refdist train`."""
     add_common(parser, model="small", batch=16, seq=128, precision="fp32")
     run = parser.add_argument_group("training")
-    run.add_argument("--data", nargs="+", default=[], metavar="PATH", help="text files and folders (default: the Python library)")
+    run.add_argument("--data", type=path, nargs="+", default=[], metavar="PATH",
+                     help="text files and folders (default: the Python library)")
     run.add_argument("--steps", type=positive, metavar="N", help=f"optimizer steps (default {STEPS})")
     run.add_argument("--epochs", type=float, metavar="X", help="instead of --steps: passes over the training text")
     run.add_argument("--lr", type=float, default=4e-3, metavar="X", help="highest learning rate of AdamW (default 0.004)")
@@ -87,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--loss-scale", type=scale, metavar="N",
                      help="factor of the loss in backward: dynamic, or a number (default: dynamic with fp16, else none)")
     run.add_argument("--eval-every", type=positive, metavar="N", help="steps between validations (default: only at the end)")
-    run.add_argument("--save", type=Path, metavar="DIR", help="write the model and metrics.jsonl there at the end")
-    run.add_argument("--plot", type=Path, metavar="FILE", help="draw the loss curve (needs matplotlib)")
+    run.add_argument("--save", type=path, metavar="DIR", help="write the model and metrics.jsonl there at the end")
+    run.add_argument("--plot", type=path, metavar="FILE", help="draw the loss curve (needs matplotlib)")
     run.add_argument("--memory", action="store_true", help="show each rank's memory by category at the end, and the last step's")
     run.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="capacity of each device, such as 64MiB")
     run.add_argument("--peak", choices=[utilization.SGEMM, *utilization.GPUS], default=utilization.SGEMM,
@@ -138,6 +139,7 @@ def program(comm: rd.Comm, job: Job) -> int:
         loss_scale=job.loss_scale,
     )
     records: list[Record] = []
+    problem = ""
     windows = evaluation_windows(job.corpus.validation, job.seq, max(1, EVALUATED_TOKENS // job.seq))
     with make_display(job.json, job.steps, rank=comm.rank) as display:
         display.begin(facts(job))
@@ -165,7 +167,7 @@ def program(comm: rd.Comm, job: Job) -> int:
                 **facts(job),
                 **({} if diverged else sample(job, params)),
             }
-            keep.results(job.save, job.plot, job.config, params, [*records, summary])
+            problem = keep.results(job.save, job.plot, job.config, params, [*records, summary])
             display.end(summary)
     if last_step is not None and comm.rank == 0 and not job.json:
         print(f"{show_memory.memory_tables(memory)}\n\nlive memory of rank 0 over the last step\n{last_step.text()}", flush=True)
@@ -173,7 +175,9 @@ def program(comm: rd.Comm, job: Job) -> int:
         what = f"loss is {records[-1]['loss']}" if _diverged(records[-1]) else f"validation loss is {validation}"
         say(f"refdist train: the {what} in step {len(records)}: training has diverged and ends there "
             f"(is --lr {job.lr:g} too high?)")
-    return int(diverged)
+    if problem:
+        say(f"refdist train: {problem}")
+    return 2 if problem else int(diverged)
 
 
 def _diverged(record: Record) -> bool:

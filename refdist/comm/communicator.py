@@ -346,7 +346,8 @@ class Comm:
         if type(x) is np.ndarray and x.dtype in _NUMBERS and x.dtype.isnative:
             return x
         x = np.asarray(x)
-        if x.dtype.kind not in "biufc" and not (x.dtype.kind == "V" and x.dtype.names is None and x.dtype.name != "void"):
+        if x.dtype.kind not in "biufc" and not (x.dtype.kind == "V" and x.dtype.names is None
+                                                 and not x.dtype.name.startswith("void")):
             raise TypeError(f"dtype={x.dtype} (rank {self.rank}): expected a number dtype")
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
@@ -370,5 +371,7 @@ class Comm:
         """Refuse an ``out`` that no result can be written to."""
         if not hasattr(out, "flags") or not hasattr(out, "dtype"):
             raise TypeError(f"out is a {type(out).__name__} (rank {self.rank}): expected an array")
+        if isinstance(out, (np.matrix, np.ma.MaskedArray)):
+            raise TypeError(f"out is a {type(out).__name__} (rank {self.rank}): expected a plain array")
         if not out.flags.writeable:
             raise ValueError(f"out is read-only (rank {self.rank}): expected an array that can be written to")

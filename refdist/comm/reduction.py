@@ -43,7 +43,10 @@ def reduction(op: str, accumulate: Any, dtype: np.dtype) -> Reduce:
         raise ValueError(f"op='avg' needs a floating-point array, not {dtype}")
     if accumulate is None or np.dtype(accumulate) == dtype:
         return _OPERATORS[op]
-    return _InDtype(_OPERATORS[op], np.dtype(accumulate))
+    accumulate = np.dtype(accumulate)
+    if accumulate.kind == "O" or not np.can_cast(dtype, accumulate, "same_kind"):
+        raise ValueError(f"accumulate={accumulate}: expected a dtype of the kind of {dtype}, or of a wider one")
+    return _InDtype(_OPERATORS[op], accumulate)
 
 
 def accumulation_dtype(reduce: Reduce) -> np.dtype | None:

@@ -155,6 +155,8 @@ def _is_number(value: object) -> bool:
 def _checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_scaling={scaling!r}: expected a mapping, as in config.json, or None")
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind == "default":
         return None

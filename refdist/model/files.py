@@ -132,9 +132,13 @@ def _write(directory: Path, config: ModelConfig, arrays: dict[str, np.ndarray], 
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(array.nbytes for array in arrays.values())
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, str(directory / file), metadata={"format": "pt"})
     _write_json(directory / CONFIG, {**config.to_dict(), "torch_dtype": str(arrays[EMBEDDING].dtype)})
+    for file, shard in zip(names, shards, strict=True):
+        try:
+            save_file(shard, str(directory / file), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file}: {error}") from None
+        (directory / file).chmod((directory / CONFIG).stat().st_mode)  # save_file's own is for this user alone
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:

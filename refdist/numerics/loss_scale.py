@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
+
 __all__ = ["LossScale", "loss_scale_of"]
 
 
@@ -71,6 +73,6 @@ def loss_scale_of(option: str | float | LossScale | None, precision: str) -> Los
         return LossScale()
     if option is None:
         return None
-    if isinstance(option, bool) or not isinstance(option, (int, float)):
+    if isinstance(option, bool) or not isinstance(option, (int, float, np.integer, np.floating)):
         raise ValueError(f"loss_scale={option!r}: expected 'dynamic', a number above 0, a LossScale, or None")
-    return LossScale(option, growth_interval=None)
+    return LossScale(option.item() if isinstance(option, np.generic) else option, growth_interval=None)

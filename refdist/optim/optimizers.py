@@ -43,8 +43,13 @@ class Optimizer:
         self.decay_all = decay_all
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        return float(self.lr(step)) if callable(self.lr) else float(self.lr)
+        """The learning rate of a step, counted from 1; ValueError if a function gives no number of at least 0."""
+        if not callable(self.lr):
+            return float(self.lr)
+        rate = float(self.lr(step))
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"lr({step})={rate!r}: expected a number of at least 0")
+        return rate
 
     def decay(self, ndim: int) -> float:
         """The weight decay of a parameter whose global shape has ``ndim`` dimensions."""
@@ -113,9 +118,9 @@ class AdamW(Optimizer):
     def __init__(self, lr: LearningRate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.01, decay_all: bool = False) -> None:
         super().__init__(lr, weight_decay, decay_all)
-        if not all(0 <= beta < 1 for beta in betas):
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
-        if eps <= 0:
+        if not 0 < eps < math.inf:
             raise ValueError(f"eps={eps!r}: expected a number above 0")
         self.betas = betas
         self.eps = eps

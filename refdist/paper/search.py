@@ -75,7 +75,7 @@ def search(problem: Problem) -> list[Found]:
             continue
         for recompute in (fixed["recompute"],) if "recompute" in fixed else ("none", "selective", "full"):
             plan = Plan(**{**shape, **fixed, "recompute": recompute})
-            if plan.world_size != problem.gpus:
+            if plan.world_size != problem.gpus or plan.cp % plan.cp_ulysses:
                 break
             looked_at += 1
             memory = _memory(problem, plan)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,8 +98,10 @@ def split_by_blocks(text: bytes, seq: int, origin: str) -> Corpus:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file."""
+    """The bytes of a file, or of what a pipe brings."""
     try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise DataError(f"cannot read {path}: a device, expected a file")
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
@@ -157,7 +160,7 @@ def _standard_library() -> list[tuple[str, Path]]:
 
 
 def _stable_hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 def _tokens(text: bytes) -> np.ndarray:

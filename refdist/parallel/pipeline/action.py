@@ -22,11 +22,13 @@ import json
 import reprlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from refdist.errors import PlanError
 
-__all__ = ["KINDS", "PLACEMENTS", "Action", "Place", "Schedule", "from_lists", "read_actions", "read_schedule", "result_kind"]
+__all__ = ["KINDS", "PLACEMENTS", "Action", "Place", "Schedule", "from_lists", "load_schedule", "read_actions", "read_schedule",
+           "result_kind"]
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 PLACEMENTS = ("loop", "v", "bidirectional")
@@ -173,8 +175,8 @@ def read_schedule(text: str, placement: str | None = None, name: str = "own") ->
     """
     try:
         read = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"the schedule {name} is not JSON: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(f"the schedule {name} is not JSON, or deeper than a schedule is: {error}") from None
     if isinstance(read, dict):
         placement = placement or read.get("placement")
         read = read.get("actions")
@@ -184,10 +186,28 @@ def read_schedule(text: str, placement: str | None = None, name: str = "own") ->
         raise PlanError(f"the schedule {name}: {error}") from None
 
 
+def load_schedule(path: str, placement: str | None = None) -> Schedule:
+    """As :func:`read_schedule`, from a file.
+
+    Raises:
+        PlanError: a file that cannot be read, too.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"schedule={path!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"schedule={path!r} is no text in UTF-8: {error}") from None
+    return read_schedule(text, placement, path)
+
+
 def from_lists(lists: Any, placement: str = "loop", name: str = "own") -> Schedule:
     """As :func:`read_schedule`, from what JSON has been read to."""
     actions = read_actions(lists)
     flat = [action for stage in actions for action in stage]
     micro_batches = 1 + max((action.micro_batch for action in flat), default=0)
     chunks = 1 + max((action.chunk for action in flat), default=0)
+    for what, number in (("micro-batch", micro_batches), ("chunk", chunks)):
+        if number > max(1, len(flat)):
+            raise PlanError(f"{what} {number - 1} of a schedule of {len(flat)} actions: they are counted from 0, without gaps")
     return Schedule(actions, max(micro_batches, 1), max(chunks, 1), placement, name)

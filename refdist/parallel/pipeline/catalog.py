@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from refdist.errors import PlanError
 from refdist.parallel.pipeline import schedules
-from refdist.parallel.pipeline.action import Action, Schedule, from_lists, read_schedule
+from refdist.parallel.pipeline.action import Action, Schedule, from_lists, load_schedule
 from refdist.parallel.pipeline.timing import UNIT, Times
 
 __all__ = ["SCHEDULES", "Entry", "OwnSchedule", "Promise", "make_schedule", "promise"]
@@ -131,10 +130,7 @@ def make_schedule(schedule: str | OwnSchedule | Schedule | Sequence[Any], stages
     if isinstance(schedule, str) and not schedule.endswith(".json"):
         return _named(schedule, stages, micro_batches, chunks, group)
     if isinstance(schedule, str):
-        try:
-            made: Any = read_schedule(Path(schedule).read_text(encoding="utf-8"), name=schedule)
-        except OSError as error:
-            raise PlanError(f"schedule={schedule!r}: {error.strerror}") from None
+        made: Any = load_schedule(schedule)
     else:
         made = schedule(stages, micro_batches, chunks) if callable(schedule) else schedule
     if not isinstance(made, Schedule):
