@@ -11,6 +11,7 @@ and returns a job with a plan, and `program(comm, job)`, which runs on each rank
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import io
 import os
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def forget_stdout() -> None:
     """Nobody reads our output any more: what is still to be flushed at the end goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(io.UnsupportedOperation):  # no file, in a test or a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
