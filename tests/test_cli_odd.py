@@ -46,7 +46,7 @@ def line(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("plan --model llama3-8b --gpus 8 --cp-ulysses 3", "no plan with cp_ulysses=3 shares 8 GPUs out"),
     ("bench collectives --in-process --dtype complex64", "--dtype complex64: expected the dtype of real numbers"),
     ("train --data /dev/zero", "cannot read /dev/zero: a device, expected a file"),
-    ("show plan --run llama3-16k --model llama3-8b", "--run llama3-16k is a run of llama3-405b: --model llama3-8b is another one"),
+    ("show plan --run llama3-16k --model llama3-8b", "is a run of llama3-405b: --model llama3-8b is another one"),
     ("show schedule 1f1b --placement v", "--placement is for a .json file"),
 ])
 def test_wrong_words_are_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from refdist.paper.state import STORED, gathers, published_zero, smallest_number
 from refdist.testing import strategies
 
 LLAMA = {name: rd.ModelConfig(**fields) for name, fields in MODELS.items()}
+ULYSSES = {"hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 BY_PRECISION = {"fp64": STORED["fp64"], "fp32": STORED["fp32"], "bf16": STORED["mixed"]}
 
 
@@ -90,7 +91,13 @@ def test_formulas_equal_the_ledger_for_any_plan(data):
     ({"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}, {"num_hidden_layers": 5}),
     ({"pp": 2, "micro_batches": 4, "schedule": "zb_h1"}, {"num_hidden_layers": 4}),
     ({"pp": 2, "micro_batches": 4, "schedule": "zb_v", "fsdp": 2}, {"num_hidden_layers": 4}),
+    ({"fsdp": 2, "micro_batches": 2, "schedule": "gpipe"}, {"num_hidden_layers": 4}),
+    ({"fsdp": 2, "pp": 2, "micro_batches": 4, "schedule": "gpipe"}, {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    ({"fsdp": 2, "pp": 2, "micro_batches": 4, "schedule": "dualpipe_v"}, {"num_hidden_layers": 5}),
     ({"cp": 3}, {}),
+    ({"cp": 2, "cp_method": "ulysses"}, ULYSSES),
+    ({"cp": 4, "cp_method": "ulysses", "recompute": "full"}, ULYSSES),
+    ({"cp": 3, "cp_method": "ulysses", "recompute": "selective"}, {"num_key_value_heads": 3}),
     ({"cp": 2, "cp_method": "all_gather", "tp": 2}, {}),
     ({"cp": 2, "cp_method": "ulysses", "pp": 2, "micro_batches": 2}, {}),
 ], ids=str)
@@ -125,6 +132,25 @@ def test_a_gradient_format_of_its_own():
     plan = rd.Plan(fsdp=3, zero=2, reduce_dtype="fp64")
     for part, (live, _, _) in zip(every_part(config, plan, 4, 8), ledgers(config, plan, 4, 8, "fp32"), strict=True):
         assert live["gradient"] == state(part, stored)["gradient"]
+
+
+@pytest.mark.parametrize("fields", [{"master_weights": False}, {"reduce_dtype": "fp32"}, {"accumulate_dtype": "fp32"},
+                                    {"accumulate_dtype": "fp64", "reduce_dtype": "bf16"}])
+def test_formats_that_a_plan_asks_for_are_on_paper(fields, capsys):
+    config, _ = model()
+    plan = rd.Plan(fsdp=3, zero=2, micro_batches=2, **fields)
+    stored = STORED["mixed"].under(plan)
+    for part, (live, _, _) in zip(every_part(config, plan, 6, 8), ledgers(config, plan, 6, 8, "bf16"), strict=True):
+        wanted = state(part, stored)
+        assert {name: live[name] for name in wanted} == wanted
+    words = [f"--{'no-' * (value is False)}{name.replace('_', '-')}" + f" {value}" * (value is not False)
+             for name, value in fields.items()]
+    assert main(f"show memory --on-paper --model small --fsdp 3 --zero 2 --batch 6 --seq 8 {' '.join(words)} --json".split()) == 0
+    said = capsys.readouterr().out
+    small = rd.ModelConfig(256, 128, 352, 2, 4, 2)
+    part = Part(small, rd.Plan(fsdp=3, zero=2, **fields), 6, 8, coordinates(rd.Plan(fsdp=3), 0))
+    assert str(state(part, stored)["gradient"]) in said
+    assert ('"master": 0' in said) == (not stored.master)
 
 
 # ------------------------------------------------------------------------------------------------------- published

@@ -64,9 +64,9 @@ def prepare(args: argparse.Namespace) -> Job:
     if seq > config.max_position_embeddings:
         raise rd.PlanError(f"--seq {seq} is longer than max_position_embeddings={config.max_position_embeddings}")
     fixed = given(rd.Plan, args)
-    rd.Plan(**fixed)
-    problem = Problem(config, args.gpus, args.batch or max(1, TOKENS // seq), seq, STORED[args.stored], where, args.format,
-                      args.efficiency, fixed)
+    stored = STORED[args.stored].under(rd.Plan(**fixed))
+    problem = Problem(config, args.gpus, args.batch or max(1, TOKENS // seq), seq, stored, where, args.format, args.efficiency,
+                      fixed)
     return Job(args.model, problem, args.top, args.json)
 
 

@@ -59,7 +59,9 @@ def wanted(args: argparse.Namespace) -> bool:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Read the options."""
-    return Job(args.model, *model_and_plan(args), STORED[args.stored], accelerator(args.accelerator), args.svg, args.json)
+    config, plan, batch, seq = model_and_plan(args)
+    return Job(args.model, config, plan, batch, seq, STORED[args.stored].under(plan), accelerator(args.accelerator), args.svg,
+               args.json)
 
 
 def program(job: Job) -> int:

@@ -95,7 +95,7 @@ def prepare(args: argparse.Namespace) -> Job:
     where.accelerator.flops(args.format)
     where.check_size(plan.world_size)
     run = None if changed or (args.compute, args.network, args.cluster) != (1, 1, "llama3") else args.run
-    return Job(args.model, run, config, plan, batch, seq, STORED[args.stored], where, args.format, args.efficiency, args.svg,
+    return Job(args.model, run, config, plan, batch, seq, STORED[args.stored].under(plan), where, args.format, args.efficiency, args.svg,
                args.json)
 
 

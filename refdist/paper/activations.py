@@ -146,6 +146,8 @@ class Activations:
         extra = 0
         if exchanging(self.plan) > 1:
             extra += here if not backward else (2 * q_heads + 2 * kv_heads) * there
+            if backward and self.statistic > self.n and self.plan.cp == exchanging(self.plan):
+                extra += q_heads * there
         if backward and self.plan.cp > exchanging(self.plan) and self.plan.cp_method == "ring":
             steps = self.plan.cp // exchanging(self.plan) - 1
             wide = self.statistic * b * self.head_dim  # the terms of sums, and the sums

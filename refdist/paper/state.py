@@ -13,11 +13,13 @@ layout table, so that uneven and empty shards come out as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from refdist.numerics.precision import DTYPES
 from refdist.paper.part import Part
 from refdist.parallel.pipeline.action import Action
+from refdist.parallel.plan import Plan
 from refdist.parallel.stage import Piece
 
 __all__ = ["STORED", "Stored", "gathers", "published_zero", "smallest_number", "state"]
@@ -44,10 +46,25 @@ class Stored:
     statistic: int
     text: str
 
+    def under(self, plan: Plan) -> Stored:
+        """With the formats that a plan asks for: of sums of gradients, of what travels, and whether there are masters."""
+        reduced = itemsize(plan.reduce_dtype, self.reduced)
+        gradient = itemsize(plan.accumulate_dtype or plan.reduce_dtype, self.gradient)
+        said = [f"{name.replace('_', '-')} {value}" for name in ("accumulate_dtype", "reduce_dtype")
+                if (value := getattr(plan, name)) is not None]
+        master = self.master if plan.master_weights else 0
+        said += ["no master weights"] * (master != self.master)
+        return replace(self, reduced=reduced, gradient=gradient, master=master, text="; ".join([self.text, *said]))
+
     @property
     def per_parameter(self) -> int:
         """Bytes of training state for each parameter, with nothing sharded."""
         return self.parameter + self.gradient + self.master + 2 * self.moment
+
+
+def itemsize(name: str | None, otherwise: int) -> int:
+    """Bytes of a number in a format, by its name; None: as it is otherwise."""
+    return otherwise if name is None else DTYPES[name].itemsize
 
 
 STORED: dict[str, Stored] = {
@@ -91,6 +108,11 @@ def published_zero(parameters: float, ranks: int, stored: Stored) -> list[float]
 # ------------------------------------------------------------------------------------------------ gathered parameters
 
 
+_BACKWARD_FOLLOWS = ("1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
+"""Schedules in which the head's forward is always followed by that micro-batch's backward, for which a block is fetched then; in
+others it waits for it, gathered, while more forwards pass by."""
+
+
 def gathers(part: Part) -> tuple[int, int]:
     """ZeRO 3's gathered parameters over a step: the most numbers that are there at once, and the numbers gathered in all.
 
@@ -101,7 +123,8 @@ def gathers(part: Part) -> tuple[int, int]:
     if part.plan.fsdp == 1 or part.plan.zero < 3:
         return copy, 0
     plan = part.plan
-    plain = plan.reshard_after_forward and plan.prefetch and plan.recompute_blocks == 1
+    plain = (plan.reshard_after_forward and plan.prefetch and plan.recompute_blocks == 1
+             and (plan.micro_batches == 1 or plan.schedule in _BACKWARD_FOLLOWS))
     return _plain_gathers(part) if plain else _walked_gathers(part)
 
 
