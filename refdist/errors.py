@@ -14,11 +14,12 @@ class PlanError(ValueError):
 
 
 class DeadlockError(RuntimeError):
-    """Every rank waits for another one; the message lists what each of them waits for."""
+    """Ranks wait for each other, or for one that has finished; the message lists what each of them waits for."""
 
 
 class MismatchError(RuntimeError):
-    """Two ranks met in different calls: another operation, order, dtype, shape or root."""
+    """Two ranks met in different calls: another operation, order, dtype, shape or root; or messages are left over at the
+    end, or an array was touched on its way."""
 
 
 class PeerFailed(RuntimeError):

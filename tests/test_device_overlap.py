@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from models import batch, model
 from mpirun import run_ranks
 
 import refdist as rd
@@ -41,6 +42,32 @@ def test_two_of_one_name_may_be_under_way():
     for begins, at in ((True, 1.0), (True, 2.0), (False, 3.0), (False, 5.0)):
         device.emit(Phase("reduce-scatter of 0", begins, at))
     assert timeline.collectives == {"reduce-scatter 0": [(1.0, 3.0), (2.0, 5.0)]}
+
+
+@pytest.mark.parametrize(("plan", "collective", "kernels"), [
+    (rd.Plan(cp=3), "hop of ring kv", {"attention", "attention_backward"}),
+    (rd.Plan(cp=3), "hop of ring dkv", {"attention_backward"}),
+    (rd.Plan(tp=3, sequence_parallel=False), "all_reduce on tp", {"linear_weight_grad"})], ids=str)
+def test_what_is_sent_while_what_is_computed(plan, collective, kernels):
+    """Keys and values travel while their chunk is attended to, sums of input gradients while weight gradients are made."""
+    config, params = model(num_attention_heads=3, num_key_value_heads=3)
+    ids, labels = batch(config, 2, 9)
+
+    def program(comm):
+        under_way, seen = 0, set()
+
+        def listen(event):
+            nonlocal under_way
+            if isinstance(event, Phase) and event.name == collective:
+                under_way += 1 if event.begins else -1
+            elif isinstance(event, Kernel) and under_way:
+                seen.add(event.name)
+
+        rd.loss_and_grads(config, plan, params, ids, labels, comm=comm, device=Device(listeners=[listen]))
+        return seen
+
+    for seen in rd.run(program, 3):
+        assert kernels <= seen
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("data_parallel", 2), ("fully_sharded", 4), ("hybrid_sharding", 4)])

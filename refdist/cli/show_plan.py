@@ -95,8 +95,8 @@ def prepare(args: argparse.Namespace) -> Job:
     where.accelerator.flops(args.format)
     where.check_size(plan.world_size)
     run = None if changed or (args.compute, args.network, args.cluster) != (1, 1, "llama3") else args.run
-    return Job(args.model, run, config, plan, batch, seq, STORED[args.stored].under(plan), where, args.format, args.efficiency, args.svg,
-               args.json)
+    return Job(args.model, run, config, plan, batch, seq, STORED[args.stored].under(plan), where, args.format, args.efficiency,
+               args.svg, args.json)
 
 
 def program(comm: rd.Comm | None, job: Job) -> int:

@@ -3,8 +3,8 @@
     ring                2 (N - 1) steps, 2 n (N - 1) / N bytes: no algorithm sends less. Patarasuk & Yuan 2009, "Bandwidth optimal
                         all-reduce algorithms for clusters of workstations", section 3
     direct              the same bytes; every rank adds its chunk of all ranks, in rank order, and sends the sum to all
-    recursive_doubling  ⌈lg N⌉ steps, n lg N bytes: for small arrays. Thakur, Rabenseifner & Gropp 2005, "Optimization of
-                        collective communication operations in MPICH", section 4.5
+    recursive_doubling  ⌊lg N⌋ steps (2 more if N is no power of two), n ⌊lg N⌋ bytes: for small arrays. Thakur, Rabenseifner &
+                        Gropp 2005, "Optimization of collective communication operations in MPICH", section 4.5
     rabenseifner        recursive halving, then recursive doubling: 2 lg N steps, 2 n (N - 1) / N bytes. The same, section 4.5
     tree                binomial tree up, binomial tree down: 2 ⌈lg N⌉ steps
     double_tree         each half of the array on a tree of its own, ~2 lg N steps, at most 2 n bytes

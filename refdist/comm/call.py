@@ -66,7 +66,7 @@ class Call:
         return call
 
     def channel(self) -> Call:
-        """A second stream of messages, for an algorithm in which the order of those between two ranks is not one.
+        """A second stream of messages, for an algorithm that cannot keep one order for all messages between two ranks.
 
         All ranks ask for it before their first step.
         """

@@ -1,8 +1,9 @@
 """Which algorithm is used when none is asked for: by the number of ranks and the bytes of the whole array.
 
 A table has rows for each operation: up to so many ranks, up to so many bytes, this algorithm. The first row that fits counts; the
-last one of an operation fits always. Above 1 KiB the default keeps to algorithms that send as little as possible, so that traffic
-is that of the papers' formulas; among those it was measured with ``refdist bench collectives --table``, which writes such a
+last one of an operation fits always. Above 1 KiB the sums and gathers of up to 8 ranks or of a power of two of ranks, and all of
+more than 64 KiB, are by algorithms that send as little as possible, so that traffic is that of the papers' formulas; among those
+the default was measured with ``refdist bench collectives --table``, which writes such a
 table for the machine that it runs on; ``comm.table = Table.load(path)`` uses it, on that group and all groups made from it. All
 ranks must use the same one.
 """

@@ -208,8 +208,8 @@ class Transport(abc.ABC):
             described: given if those that come in may also describe themselves: is filled with the requests of such, by source.
 
         Returns:
-            For each message in that ``theirs`` has no array for, what has come: flat bytes, perhaps with more behind them, which
-            hold until the next call.
+            For each incoming message without an array in ``theirs`` its bytes, flat, possibly followed by others, valid until the
+            next call.
         """
         payloads = [np.empty(unpack_header(header)[2], np.uint8) if array is None else as_bytes(array)
                     for header, array in zip(incoming, theirs, strict=True)]

@@ -60,13 +60,15 @@ class TensorAxis(Protocol):
         """f: what column-parallel layers multiply with, [rows, seq, hidden], from the residual stream's x."""
 
     def enter_backward(self, dx: np.ndarray) -> Pending:
-        """The adjoint of f: the sum over the ranks of dx [rows, seq, hidden], as the residual stream has it. dx is given up."""
+        """The adjoint of f: the sum over the ranks of dx [rows, seq, hidden], as the residual stream has it. The caller must not
+        use dx afterwards."""
 
     def keep(self, x: np.ndarray) -> np.ndarray | None:
         """What f gave, if it shall be saved for backward; None if backward makes it again."""
 
     def leave(self, y: np.ndarray) -> np.ndarray:
-        """g: the sum over the ranks of what row-parallel layers gave, as the residual stream has it. y is given up."""
+        """g: the sum over the ranks of what row-parallel layers gave, as the residual stream has it. The caller must not
+        use y afterwards."""
 
     def leave_backward(self, dy: np.ndarray) -> np.ndarray:
         """The adjoint of g: dy [rows, seq, hidden], whole, from the residual stream's."""
@@ -139,7 +141,8 @@ class SequenceAttention(Protocol):
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray,
                 dropout: DropoutFor | None = None) -> tuple[np.ndarray, AttentionSaved]:
-        """q [rows, seq, heads, head_dim], k and v [rows, seq, kv_heads, head_dim] of this rank's positions, turned.
+        """q [rows, seq, heads, head_dim], k and v [rows, seq, kv_heads, head_dim] of this rank's positions; q and k after
+        the rotary embedding.
 
         Returns:
             What its queries attend to over all positions, like q; what backward needs.

@@ -29,7 +29,8 @@ class Scratch(threading.local):
         self.memory = aligned_empty((0,), np.uint8)
 
     def arrays(self, *kinds: tuple[Sequence[int], Any]) -> list[np.ndarray]:
-        """Uninitialised arrays like those of `aligned_empty`, a shape and a dtype each, which end those of the last call."""
+        """Uninitialised arrays like those of `aligned_empty`, a shape and a dtype each; those of the call
+        before must not be used any more."""
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in kinds]
         starts = [0]
         for size in sizes:

@@ -54,7 +54,7 @@ def matmul(
         tensor_core: None, "v100", "t4", "a100", "ada", "h100", "h200" or "b200".
         promote_every: with a tensor core and accumulate="fp32": partial sums of so many products (a multiple of the
             chip's step) start from zero in the tensor core and are added in FP32, to nearest even, to a sum that
-            starts with c. DeepSeek-V3 (2024, section 3.5.2) does this every 128 products of fp8.
+            starts with c. DeepSeek-V3 (2024, section 3.3.2) does this every 128 products of fp8.
         instruction: None, or "mma.sync": the older instruction, which adds fp8 differently on h100, h200 and b200.
         out: [..., M, N], float16, bfloat16, float32 or float64; the result is rounded to its dtype.
 

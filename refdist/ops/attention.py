@@ -39,7 +39,7 @@ __all__ = ["AttentionMask", "attention", "attention_backward", "merge_attention"
 
 QUERY_BLOCK = 32
 KEY_BLOCK = 128
-COLUMNS = 64  # of one product, at least: what queries share a KV head
+COLUMNS = 64  # least width of a product: the queries of all heads that share a KV head count together
 TILE = 131072  # elements of one tile of scores: forward has one and backward two, which fit the second-level cache
 
 Dropout = Callable[[slice, slice, slice, slice], np.ndarray]
@@ -232,6 +232,10 @@ def merge_attention(out: np.ndarray, lse: np.ndarray, other_out: np.ndarray, oth
 
     out_new = out + w (out_other − out) with w = exp(lse_other) / (exp lse + exp lse_other), lse_new the log of that sum: the
     weights add up to one however lse is rounded, so that errors do not grow with the number of merges.
+
+    Args:
+        out, other_out: [batch, queries, heads, head_dim].
+        lse, other_lse: [batch, queries, heads], float32 or wider; −∞ where a query has seen nothing.
     """
     merged = np.logaddexp(lse, other_lse)
     ahead = np.full_like(lse, -np.inf)

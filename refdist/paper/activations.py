@@ -3,9 +3,10 @@
 For b sequences of a micro-batch, of which a rank has s positions (s/t of the residual stream with sequence parallelism over t
 tensor-parallel ranks), n bytes a number and n' a statistic, a block keeps, with this rank's heads and its part of the MLP:
 
-    x, middle            2 · n·sb·hidden / t        GPT of Korthikanti et al. 2022, section 4:    2 + 2 (+ 4 of two norms' inputs)
-    q, attended          2 · n·sb·heads·head_dim                                                  4, and 2 for o's input
-    k, v                 2 · n·sb·kv_heads·head_dim                                                 (grouped: fewer)
+    x, middle            2 · n·sb·hidden / t        GPT of Korthikanti et al. 2022, section 4:    4 of the norms' inputs (their
+                                                                                                  outputs, 2 + 2, are made again)
+    q, attended          2 · n·sb·heads·head_dim                                                  2 of Q, 2 of o's input
+    k, v                 2 · n·sb·kv_heads·head_dim                                               2 + 2 (grouped: fewer)
     gate, up             2 · n·sb·ffn                                                             8 + 8 of GeLU
     norm statistics      2 · n'·sb / t                                                            –
     log-sum-exp              n'·sb·heads                                                          5as/h: scores and their dropout
@@ -94,9 +95,9 @@ class Activations:
         return sum(self.terms(b).values()) + self._gathered(b) + self._exchanged(b) + self.mlp(b) + self._summed(b)
 
     def in_backward(self, b: int) -> int:
-        """While a block's backward makes the gradient of what q, k and v were given, dy not counted: all that was kept, both
+        """While a block's backward makes dn, the gradient of what q, k and v were given.
 
-        norms' outputs, da, dn of the MLP, dmiddle, dattended, dq, dk, dv, and dn.
+        Counted: all that was kept, both norms' outputs, da, dn of the MLP, dmiddle, dattended, dq, dk, dv, and dn; not dy.
         """
         norms = 2 * self._gathered(b) + (self.residual(b) if self.cut and not self.plan.save_gathered else 0)
         attention = self.heads(b, 2 * self.part.q_heads + 2 * self.part.kv_heads)

@@ -192,7 +192,7 @@ def _mfu(problem: Problem, time: float) -> float:
 
 
 def reasons(problem: Problem, found: Sequence[Found]) -> list[str]:
-    """Why the best plan is as it is, by the lecture's recipe: state, activations, then one axis after the other."""
+    """Why the best plan is as it is, by the usual recipe: state, activations, then one axis after the other."""
     best = found[0]
     return [*_state_reasons(problem), *_batch_reasons(problem, best), *_axis_reasons(found, best)]
 

@@ -12,7 +12,7 @@ algorithm and however uneven the shards, an all-reduce by the ring 2 (N − 1) �
                Ulysses: q, k, v there, out back        2 · (2 q + 2 kv) / N    (Jacobs et al. 2023)
     pp         activation, gradient                    2 sbh                   a boundary between stages and micro-batch
 
-each times (N − 1)/N per rank. Scalars (token counts, losses, norms) are not counted.
+each but pp's times (N − 1)/N a rank. Scalars (token counts, losses, norms) are not counted.
 """
 
 from __future__ import annotations

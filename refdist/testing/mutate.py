@@ -4,7 +4,7 @@ A :class:`Mutation` replaces one fragment of one function's source. The changed 
 ``__code__`` is swapped, so that the mutation holds wherever the function is already bound: imported by name, kept in a table, a
 method, a generator function. Frames that are running keep the code that they started with.
 
-    with apply("all_reduce/accumulates_its_own"):
+    with mutations.apply("comm/ring_accumulates_its_own"):
         …                                           # every ring all-reduce is wrong here
 
 A check that has never failed proves nothing: ``tests/test_mutations.py`` applies every entry of ``mutations.MUTATIONS`` and

@@ -4,7 +4,7 @@ Each entry follows a public report where there is one (``REPORTS``). The list gr
 not in the code any more is an error of the test suite, not a pass.
 
     python -m refdist.testing.mutations                 the table: hash, room, report, name
-    with apply("comm/ring_accumulates_its_own"): …      or by its hash, apply("5f3a01")
+    with apply("comm/ring_accumulates_its_own"): …      or by its hash, apply("4548c8")
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Zigzag is Llama 3's cut into 2N chunks, of which rank i holds i and 2N − 1 − i (Grattafiori et al. 2024, section 3.3.2). A query
 sees the keys before it, so a contiguous last rank has about 2N − 1 times the first one's work; with zigzag everybody has a cheap
-early chunk and its dear mirror image, the same in sum.
+early chunk and its expensive mirror image, the same in sum.
 
 A rank has as many positions in the one layout as in the other, and its two chunks share them evenly.
 """

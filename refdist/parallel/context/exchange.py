@@ -30,7 +30,7 @@ def start_hop(comm: Comm, device: Device, name: str, arrays: Sequence[np.ndarray
     arrays = [np.ascontiguousarray(array) for array in arrays]
     incoming = [device.empty(array, (array.shape[0], length, *array.shape[2:]), "communication") for array in arrays]
     shapes = [(array.shape[0], *array.shape[2:]) for array in arrays]
-    return Work(comm.transport, _hop(comm.call(name, "", arrays[0].dtype, *shapes), arrays, incoming))
+    return comm.start_steps(_hop(comm.call(name, "hop", arrays[0].dtype, *shapes), arrays, incoming), f"hop of {name}")
 
 
 def _pairwise(call: Call, blocks: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> Steps:

@@ -6,7 +6,7 @@ Rajbhandari et al. 2020, "ZeRO", figure 1; Zhao et al. 2023, "PyTorch FSDP". For
     data parallel    whole        whole        whole              2 Ψ          all-reduce
     zero1.py         whole        whole        rows of one rank   2 Ψ          reduce-scatter, gather of the new parameters
     zero2.py         whole        own rows     own rows           (m + 1) Ψ    reduce-scatter each micro-batch, gather
-    zero3.py         own rows     own rows     own rows           3 m Ψ        gather forward and backward, reduce-scatter
+    zero3.py         own rows     own rows     own rows           ≤ 3 m Ψ      gather forward and backward, reduce-scatter
 
 Each parameter is cut along its first dimension as ``np.array_split`` does; where tensor parallelism cuts it too, within that.
 With ``dp`` outside (HSDP) each group of fsdp ranks has all of it; gradients are reduce-scattered within the groups, and then the

@@ -6,8 +6,8 @@
 
 The first stage's storage gets H as it would get the head's gradient on a single rank: before the embedding's last one, and so
 before any reduction that it starts. The last stage's storage knows nothing of the matrix: nothing there reduces it, counts it in
-the norm, updates it or saves it. Megatron-LM keeps the matrix on both stages instead and all-reduces the gradient between them
-(Shoeybi et al. 2019), which sends as much, twice at the end of a step.
+the norm, updates it or saves it. Megatron-LM keeps the matrix on both stages instead and all-reduces its gradient between them:
+each of the two sends as much at the end of a step. Here the one sends at its beginning and the other one at its end.
 
 Both classes stand around a storage of parameters and have its methods (``parallel/stage.py``).
 """

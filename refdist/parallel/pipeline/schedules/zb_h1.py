@@ -5,8 +5,8 @@
     stage 2         F0 F1    I0 F2 I1 F3 I2 W0 …
     stage 3            F0 I0 F1 I1 F2 I2 F3 I3 W0 …
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.1 and figure 2. Stage i (from 0) puts a weight gradient off by i
-micro-batches, so that p micro-batches are in flight on every stage. Bubble (p-1)(F+B-W).
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 and figure 3 (top). Stage i (from 0) puts a weight gradient off by
+i micro-batches, so that p micro-batches are in flight on every stage. Bubble (p-1)(F+B-W).
 """
 
 from __future__ import annotations

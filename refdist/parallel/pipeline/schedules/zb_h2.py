@@ -5,7 +5,7 @@
     stage 2         F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 …
     stage 3            F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 …
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.2 and figure 3. The trapezoid of busy time becomes a
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2 and figure 3 (bottom). The trapezoid of busy time becomes a
 parallelogram: a later stage begins later and ends later, so the optimizer must not wait for all of them at once.
 Bubble (p-1)(F+B-2W); 2p-1 micro-batches in flight.
 """
