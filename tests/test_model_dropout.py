@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from kernels import assert_close, numeric_gradient
 from models import batch, model
+from whole import GradientSum, micro_batch
 
 from refdist import ops
 from refdist.device import Device
 from refdist.model import reference
 from refdist.model.dropout import Dropout
-from refdist.model.transformer import Context, GradientSum, micro_batch
+from refdist.model.transformer import Context
 
 DROPPING = {"attention_dropout": 0.3, "hidden_dropout": 0.2}
 

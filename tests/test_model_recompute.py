@@ -3,20 +3,13 @@
 import numpy as np
 import pytest
 from models import batch, model
+from whole import GradientSum
 
 from refdist.device import Device
 from refdist.errors import ConfigError
 from refdist.model.dropout import Dropout
 from refdist.model.recompute import Recompute, restore
-from refdist.model.transformer import (
-    Context,
-    GradientSum,
-    block_backward,
-    block_forward,
-    embed_backward,
-    embed_forward,
-    head_forward_backward,
-)
+from refdist.model.transformer import Context, block_backward, block_forward, embed_backward, embed_forward, head_forward_backward
 
 LAYERS = 5
 EACH = [("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 5), ("full", 9)]

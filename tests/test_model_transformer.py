@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from models import batch, model
+from whole import GradientSum, combine_tied, micro_batch
 
 from refdist.device import Device
 from refdist.model import reference
 from refdist.model import transformer as pieces
-from refdist.model.transformer import Context, GradientSum, combine_tied, micro_batch
+from refdist.model.transformer import Context
 
 VARIANTS = [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True, "num_key_value_heads": 1}]
 

@@ -6,13 +6,14 @@ import re
 import numpy as np
 import pytest
 from models import batch, model
+from whole import GradientSum
 
 import refdist as rd
 from refdist import ops
 from refdist.device import Device
 from refdist.device.events import Kernel, Message
 from refdist.model.layout import layout
-from refdist.model.transformer import Context, GradientSum, block_backward, block_forward
+from refdist.model.transformer import Context, block_backward, block_forward
 from refdist.parallel.sharding import box, local_rows, shard, sum_partial, unshard
 from refdist.parallel.tensor import TensorParallel
 from refdist.testing.compare import require_equal

@@ -25,6 +25,7 @@ from refdist.cli.display import Display, Record, make_display
 from refdist.cli.job import add_common, check_fit, make_config, make_plan
 from refdist.cli.options import memory_size, natural, path, positive, say, scale
 from refdist.device import Timeline
+from refdist.ops import IGNORED
 from refdist.optim import warmup_cosine
 from refdist.train.bigram import bigram_log_probabilities, bigram_loss
 from refdist.train.data import (
@@ -44,7 +45,6 @@ EVALUATION_TOKENS = 4096  # in a batch of the validation, at least
 SAMPLE_LENGTH = 160
 PROMPT_LENGTH = 16
 WARMUP_PART = 10  # one step of so many is warm-up
-IGNORED = -100
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from refdist.comm import Mesh
 from refdist.comm.reduction import bounds
+from refdist.ops import IGNORED
 from refdist.parallel.plan import Plan
 
 __all__ = ["micro_batches", "valid_tokens"]
@@ -26,4 +27,4 @@ def micro_batches(plan: Plan, mesh: Mesh, *arrays: np.ndarray) -> Iterator[tuple
 
 def valid_tokens(labels: np.ndarray) -> int:
     """How many labels count (are not -100)."""
-    return int(np.count_nonzero(labels != -100))
+    return int(np.count_nonzero(labels != IGNORED))
