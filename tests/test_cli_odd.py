@@ -48,6 +48,11 @@ def line(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("train --data /dev/zero", "cannot read /dev/zero: a device, expected a file"),
     ("show plan --run llama3-16k --model llama3-8b", "is a run of llama3-405b: --model llama3-8b is another one"),
     ("show schedule 1f1b --placement v", "--placement is for a .json file"),
+    ("show schedule 1f1b --seq 64", "--seq is for a measured run: it needs --from-run"),
+    ("show memory --model llama3-8b --rank 1", "--rank is for what is run, not for paper"),
+    ("show memory --on-paper --precision bf16", "--precision is for what is run, not for paper: --stored says what is kept"),
+    ("show barrier --algorithm nope", "--algorithm nope: barrier has one algorithm only"),
+    ("show all-reduce --algorithm ring --groups 0,1/2,3", "groups (rank 0): for algorithm='hierarchical', not 'ring'"),
 ])
 def test_wrong_words_are_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in line(words, capsys)

@@ -61,6 +61,9 @@ def _groups(words: str) -> list[list[int]]:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Run the collective on a few ranks in this process."""
+    if args.algorithm is not None and not getattr(importlib.import_module(
+            f"refdist.comm.{args.topic.replace('-', '_')}"), "ALGORITHMS", ()):
+        raise rd.ConfigError(f"--algorithm {args.algorithm}: {args.topic} has one algorithm only")
     try:
         picture = trace(args.topic.replace("-", "_"), args.algorithm, args.ranks, args.root, args.groups)
     except ValueError as error:

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `refdist show memory`."""
     add_common(parser, model="tiny", batch=8, seq=64, precision="fp32")
     paper.add_arguments(parser)
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose memory is drawn (default 0)")
+    parser.add_argument("--rank", type=int, metavar="N", help="whose memory is drawn (default 0)")
+    parser.set_defaults(precision=None)
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="capacity of each device, such as 64MiB")
     parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the picture as SVG")
 
@@ -51,7 +52,7 @@ def prepare(args: argparse.Namespace) -> Job | paper.Job:
     """Read the options."""
     if paper.wanted(args):
         return paper.prepare(args)
-    args.batch, args.seq = args.batch or 8, args.seq or 64
+    args.batch, args.seq, args.rank, args.precision = args.batch or 8, args.seq or 64, args.rank or 0, args.precision or "fp32"
     job = Job(make_plan(args), make_config(args), args.batch, args.seq, args.seed, args.precision, args.rank, args.device_memory,
               args.svg, args.json)
     check_fit(job)

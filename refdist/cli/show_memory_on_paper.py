@@ -59,6 +59,10 @@ def wanted(args: argparse.Namespace) -> bool:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Read the options."""
+    for name, instead in (("rank", "stages are shown side by side"), ("device_memory", "--accelerator has its own"),
+                          ("precision", "--stored says what is kept")):
+        if getattr(args, name) is not None:
+            raise rd.ConfigError(f"--{name.replace('_', '-')} is for what is run, not for paper: {instead}")
     config, plan, batch, seq = model_and_plan(args)
     return Job(args.model, config, plan, batch, seq, STORED[args.stored].under(plan), accelerator(args.accelerator), args.svg,
                args.json)

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("a measured run")
     run.add_argument("--from-run", action="store_true", help="train a small model by the schedule, and draw what really happened")
     run.add_argument("--batch", type=positive, default=0, metavar="N", help="sequences (default: two a micro-batch)")
-    run.add_argument("--seq", type=positive, default=128, metavar="N", help="tokens in a sequence (default 128)")
+    run.add_argument("--seq", type=positive, metavar="N", help="tokens in a sequence (default 128)")
     run.add_argument("--in-process", action="store_true", help="ranks in this one process, also where MPI is installed")
 
 
@@ -108,8 +108,11 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.from_run:
         plan = rd.Plan(pp=schedule.stages, micro_batches=schedule.micro_batches, schedule=schedule)
         check_plan(_config(schedule), plan)
+    for name in ("batch", "seq", "in_process"):
+        if getattr(args, name) and not args.from_run:
+            raise rd.PlanError(f"--{name.replace('_', '-')} is for a measured run: it needs --from-run")
     batch = args.batch or 2 * schedule.micro_batches
-    return Job(schedule, plan, args.times, args.latency, batch, args.seq, args.check, args.json, args.svg)
+    return Job(schedule, plan, args.times, args.latency, batch, args.seq or 128, args.check, args.json, args.svg)
 
 
 def _read(args: argparse.Namespace) -> Schedule:

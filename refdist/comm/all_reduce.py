@@ -177,6 +177,8 @@ def all_reduce(comm: Comm, x: np.ndarray, op: str = "sum", algorithm: str | None
     """The steps of :meth:`Comm.all_reduce`."""
     x = comm.check_array(x)
     call, reduce = comm.recall(find, x, op, algorithm, order, accumulate)
+    if groups is not None and call.algorithm != "hierarchical":
+        raise ValueError(f"groups (rank {comm.rank}): for algorithm='hierarchical', not {call.algorithm!r}")
     if out is not None:
         comm.check_out(out, x.shape, x.dtype)
     if not x.flags.c_contiguous:

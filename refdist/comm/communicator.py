@@ -119,7 +119,7 @@ class Comm:
         Raises:
             ValueError: an algorithm, operation or order that does not exist; lists those that do.
         """
-        if self._straight is not None and type(x) is np.ndarray:
+        if self._straight is not None and groups is None and type(x) is np.ndarray:
             result = self._straight.all_reduce(x, op, algorithm, order, out, accumulate)
             if result is not None:
                 return result
