@@ -24,6 +24,7 @@ from refdist.testing import strategies
 
 LLAMA = {name: rd.ModelConfig(**fields) for name, fields in MODELS.items()}
 ULYSSES = {"hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+DELAYED = ((*(("F", m) for m in range(4)), *(("I", m) for m in range(4)), *(("W", m) for m in range(4))),)
 BY_PRECISION = {"fp64": STORED["fp64"], "fp32": STORED["fp32"], "bf16": STORED["mixed"]}
 
 
@@ -94,6 +95,8 @@ def test_formulas_equal_the_ledger_for_any_plan(data):
     ({"fsdp": 2, "micro_batches": 2, "schedule": "gpipe"}, {"num_hidden_layers": 4}),
     ({"fsdp": 2, "pp": 2, "micro_batches": 4, "schedule": "gpipe"}, {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     ({"fsdp": 2, "pp": 2, "micro_batches": 4, "schedule": "dualpipe_v"}, {"num_hidden_layers": 5}),
+    ({"fsdp": 2, "pp": 2, "micro_batches": 4, "schedule": "zb_h2"}, {"num_hidden_layers": 2, "vocab_size": 150}),
+    ({"fsdp": 2, "zero": 2, "micro_batches": 4, "schedule": DELAYED}, {"num_hidden_layers": 1, "attention_bias": True}),
     ({"cp": 3}, {}),
     ({"cp": 2, "cp_method": "ulysses"}, ULYSSES),
     ({"cp": 4, "cp_method": "ulysses", "recompute": "full"}, ULYSSES),

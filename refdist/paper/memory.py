@@ -63,7 +63,22 @@ def _gradient_buffers(part: Part, stored: Stored) -> int:
         if part.plan.order == "rank" and plan.micro_batches > 1:
             sums = plan.fsdp * (sum(part.own.values()) + (part.own.get(EMBEDDING, 0) if tied else 0))  # one for each rank
             return buffers + n * tied + stored.gradient * sums
+        buffers += n * _waiting(part)
     return buffers + n * tied
+
+
+def _waiting(part: Part) -> int:
+    """Numbers in gradients that are made with the input gradient and reduced with the weight gradients of their piece: of norms,
+    biases and the embedding, of all micro-batches between their I and their W."""
+    if part.plan.schedule in ("1f1b", "interleaved", "gpipe"):
+        return 0
+    at_once = [sum(size for name, size in part.sizes.items() if part.rows[name].layer in chunk and part.rows[name].layer != "head"
+                   and (len(part.rows[name].shape) == 1 or name == EMBEDDING)) for chunk in part.chunks]
+    now = most = 0
+    for action in part.schedule.actions[part.at["pp"]]:
+        now += {"I": 1, "W": -1}.get(action.kind, 0) * at_once[action.chunk]
+        most = max(most, now)
+    return most
 
 
 def _communication(part: Part, stored: Stored) -> int:
