@@ -20,7 +20,7 @@ from refdist.cli.display import Record, as_json
 METRICS = "metrics.jsonl"
 
 
-def check(save: Path | None, plot: Path | None) -> None:
+def check(save: Path | None, plot: Path | None, trace: Path | None = None) -> None:
     """Refuse, before any work is done, a place that cannot be written to and a picture that cannot be drawn."""
     if save is not None:
         if save.exists() and not save.is_dir():
@@ -34,6 +34,10 @@ def check(save: Path | None, plot: Path | None) -> None:
         if plot.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise rd.ConfigError(f"--plot {plot}: expected a name that ends with .png, .svg or .pdf")
         _check_writable("--plot", plot.parent)
+    if trace is not None:
+        if trace.is_dir():
+            raise rd.ConfigError(f"--trace {trace}: expected a file, this is a folder")
+        _check_writable("--trace", trace.parent)
 
 
 def _check_writable(option: str, folder: Path) -> None:
@@ -49,8 +53,11 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def results(save: Path | None, plot: Path | None, config: rd.ModelConfig, params: Mapping[str, np.ndarray],
-            records: Sequence[Record]) -> str:
-    """Write what was asked for; ``records`` are the steps and, last, the summary. Returns what could not be written, or ""."""
+            records: Sequence[Record], trace: Path | None = None, events: str = "") -> str:
+    """Write what was asked for; ``records`` are the steps and, last, the summary, ``events`` the contents of ``trace``.
+
+    Returns what could not be written, or "".
+    """
     option = ""
     try:
         if save is not None:
@@ -61,6 +68,10 @@ def results(save: Path | None, plot: Path | None, config: rd.ModelConfig, params
             option = f"--plot {plot}"
             plot.parent.mkdir(parents=True, exist_ok=True)
             write_aside(plot, picture(records, plot.suffix.lower()[1:]))
+        if trace is not None:
+            option = f"--trace {trace}"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            write_aside(trace, events)
     except OSError as error:
         return f"{option} could not be written: {error.strerror or error}"
     return ""

@@ -11,6 +11,7 @@ of byte bigrams, and the model writes a few lines. --save keeps the model in Hug
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from refdist.cli import keep, show_memory, utilization
 from refdist.cli.display import Display, Record, make_display
 from refdist.cli.job import add_common, check_fit, make_config, make_plan
 from refdist.cli.options import memory_size, natural, path, positive, say, scale
-from refdist.device import Timeline
+from refdist.device import Recording, Timeline
+from refdist.device.recording import as_json
 from refdist.ops import IGNORED
 from refdist.optim import warmup_cosine
 from refdist.train.bigram import bigram_log_probabilities, bigram_loss
@@ -68,6 +70,7 @@ class Job:
     json: bool
     save: Path | None
     plot: Path | None
+    trace: Path | None
     memory: bool
     device_memory: int | None
     peak: str
@@ -90,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-every", type=positive, metavar="N", help="steps between validations (default: only at the end)")
     run.add_argument("--save", type=path, metavar="DIR", help="write the model and metrics.jsonl there at the end")
     run.add_argument("--plot", type=path, metavar="FILE", help="draw the loss curve (needs matplotlib)")
+    run.add_argument("--trace", type=path, metavar="FILE",
+                     help="write kernels, collectives, messages and memory of the last step of all ranks, for ui.perfetto.dev")
     run.add_argument("--memory", action="store_true", help="show each rank's memory by category at the end, and the last step's")
     run.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="capacity of each device, such as 64MiB")
     run.add_argument("--peak", choices=[utilization.SGEMM, *utilization.GPUS], default=utilization.SGEMM,
@@ -107,13 +112,13 @@ def prepare(args: argparse.Namespace) -> Job:
     plan, config = make_plan(args), make_config(args)
     if config.vocab_size < BYTES:
         raise rd.ConfigError(f"vocab_size={config.vocab_size}: the tokens are bytes, expected at least {BYTES}")
-    keep.check(args.save, args.plot)
+    keep.check(args.save, args.plot, args.trace)
     corpus = load_corpus(args.data, args.seq)
     steps = _steps(args, len(corpus.train))
     warmup = max(1, steps // WARMUP_PART) if args.warmup is None else args.warmup
     job = Job(plan, config, corpus, args.batch, args.seq, steps, args.lr, warmup, args.weight_decay, args.clip or None, args.seed,
-              args.precision, args.loss_scale, args.eval_every or steps, args.json, args.save, args.plot, args.memory,
-              args.device_memory, args.peak)
+              args.precision, args.loss_scale, args.eval_every or steps, args.json, args.save, args.plot, args.trace,
+              args.memory, args.device_memory, args.peak)
     check_fit(job)
     return job
 
@@ -146,12 +151,13 @@ def program(comm: rd.Comm, job: Job) -> int:
         start = time.perf_counter()
         flops = {"model": 0, "executed": 0}
         with np.errstate(over="ignore", invalid="ignore"):  # the loss says so, in every step
-            validation, last_step = train(trainer, job, windows, display, records, flops)
+            validation, last_step, recording = train(trainer, job, windows, display, records, flops)
         diverged = _diverged(records[-1]) or not math.isfinite(validation)
         seconds, bytes_sent = time.perf_counter() - start, device.bytes_sent
         used = utilization.of_run(comm, flops, sum(record["seconds"] for record in records), job.peak)
         memory = show_memory.all_figures(comm, device) if job.memory else []
         params = trainer.full_params()
+        traced = gathered_trace(comm, recording) if job.trace else ""
         if comm.rank == 0:
             summary = {
                 "validation_loss": validation,
@@ -167,7 +173,7 @@ def program(comm: rd.Comm, job: Job) -> int:
                 **facts(job),
                 **({} if diverged else sample(job, params)),
             }
-            problem = keep.results(job.save, job.plot, job.config, params, [*records, summary])
+            problem = keep.results(job.save, job.plot, job.config, params, [*records, summary], job.trace, traced)
             display.end(summary)
     if last_step is not None and comm.rank == 0 and not job.json:
         print(f"{show_memory.memory_tables(memory)}\n\nlive memory of rank 0 over the last step\n{last_step.text()}", flush=True)
@@ -186,22 +192,26 @@ def _diverged(record: Record) -> bool:
 
 
 def train(trainer: rd.Trainer, job: Job, windows: np.ndarray, display: Display,
-          records: list[Record], flops: dict[str, int]) -> tuple[float, Timeline | None]:
+          records: list[Record], flops: dict[str, int]) -> tuple[float, Timeline | None, Recording | None]:
     """All steps, with a validation now and then and after the last, each into ``records``; this rank's FLOPs into ``flops``.
 
     A loss that is no number is the last.
 
-    Returns the last validation loss, and with ``job.memory`` the memory over the last step.
+    Returns the last validation loss, and, if asked for, the memory over the last step, and its events.
     """
-    validation, timeline = math.nan, None
+    validation, timeline, recording = math.nan, None, None
     for step in range(1, job.steps + 1):
         start, sent, before = time.perf_counter(), trainer.device.bytes_sent, dict(trainer.device.flops)
         batch = training_windows(job.corpus.train, job.batch, job.seq, seed=job.seed, step=step)
         if job.memory and step == job.steps:
             timeline = Timeline(trainer.device)
+        if job.trace and step == job.steps:
+            recording = Recording(trainer.device, trainer.replica.mesh.comm.rank)
         result = trainer.step(*split_windows(batch))
         if timeline is not None:
             timeline.stop()
+        if recording is not None:
+            recording.stop()
         for kind in flops:
             flops[kind] += trainer.device.flops[kind] - before[kind]
         seconds = time.perf_counter() - start
@@ -224,7 +234,14 @@ def train(trainer: rd.Trainer, job: Job, windows: np.ndarray, display: Display,
         display.step(record)
         if _diverged(record):
             break
-    return validation, timeline
+    return validation, timeline, recording
+
+
+def gathered_trace(comm: rd.Comm, recording: Recording | None) -> str:
+    """On rank 0 the events of all ranks, as a file's contents; of a run that has ended early there are none. Collective."""
+    mine = json.dumps([] if recording is None else recording.events).encode()
+    everybody = comm.gather(np.frombuffer(mine, np.uint8), root=0)
+    return as_json(json.loads(each.tobytes()) for each in everybody) if everybody is not None else ""
 
 
 def evaluate(mean_loss: Callable[[np.ndarray, np.ndarray], float], windows: np.ndarray, batch: int) -> float:

@@ -3,5 +3,6 @@
 from refdist.device.device import CATEGORIES, Device, Traffic
 from refdist.device.ledger import Timeline
 from refdist.device.overlap import Overlap
+from refdist.device.recording import Recording
 
-__all__ = ["CATEGORIES", "Device", "Overlap", "Timeline", "Traffic"]
+__all__ = ["CATEGORIES", "Device", "Overlap", "Recording", "Timeline", "Traffic"]
