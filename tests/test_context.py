@@ -354,3 +354,17 @@ def test_the_pages_pictures_are_those_of_the_code(name):
     docs = Path(__file__).resolve().parent.parent / "docs"
     assert (docs / "pictures" / f"attention-{name}.svg").read_text(encoding="utf-8") == trace(4, **PICTURES[name]).svg()
     assert f"(pictures/attention-{name}.svg)" in (docs / "context-parallel.md").read_text(encoding="utf-8")
+
+
+def test_gathered_keys_and_values_are_counted():
+    """The price of ``all_gather``: keys and values of the whole sequence on every rank, of one layer at a time."""
+    config, params = model(num_hidden_layers=2)
+    ids, labels = batch(config, 2, 12)
+
+    def program(comm):
+        device = rd.Device()
+        rd.loss_and_grads(config, rd.Plan(cp=3, cp_method="all_gather"), params, ids, labels, comm=comm, device=device)
+        return device.peak["communication"]
+
+    whole = 2 * 12 * config.num_key_value_heads * config.head_dim * 8
+    assert min(rd.run(program, 3)) >= 2 * whole

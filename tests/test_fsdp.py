@@ -14,6 +14,7 @@ from training import Case, check_training
 
 import refdist as rd
 from refdist.comm.work import drive
+from refdist.device.events import Phase
 from refdist.parallel.fsdp.units import gather_rows, reduce_scatter_rows
 
 CASES = {
@@ -117,3 +118,26 @@ def test_rows_of_one_rank_alone():
 
     for got, want in zip(rd.run(program, 1)[0], x + x, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_new_parameters_are_gathered_all_at_once(zero):
+    """After the optimizer the gathers of all layers are under way together."""
+    config, params = model(num_hidden_layers=3)
+    ids, labels = batch(config, 2, 5)
+
+    def program(comm):
+        now, most = 0, 0
+
+        def listen(event):
+            nonlocal now, most
+            if isinstance(event, Phase) and event.name.startswith("gather of"):
+                now += 1 if event.begins else -1
+                most = max(most, now)
+
+        device = rd.Device(listeners=[listen])
+        trainer = rd.Trainer(config, rd.Plan(fsdp=2, zero=zero), comm, params=params, device=device)
+        trainer.step(ids, labels)
+        return now, most
+
+    assert rd.run(program, 2) == [(0, 5)] * 2  # embedding, three layers, head
