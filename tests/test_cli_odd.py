@@ -205,3 +205,34 @@ def test_mpirun_needs_no_home() -> None:
     done = run_limited([*REFDIST, "check", "--dp", "2", "--json"], 120, env=environ)
     assert done.returncode == 0, done.stderr
     assert "2 MPI ranks (" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("train --dpp 4", "unknown option --dpp (perhaps --dp)"), ("check --cpp 2", "unknown option --cpp (perhaps --cp)"),
+    ("show all-reduce --alg ring", "unknown option --alg (perhaps --algorithm)"),
+    ("check dp=2", "unexpected argument 'dp=2' (perhaps --dp)"),
+    ("check --in-process --mutate 45", "--mutate 45: expected a name, or 4 digits of a hash or more"),
+    ("check --in-process --zero 3", "--zero 3 shares out what --fsdp ranks hold in common: expected --fsdp 2 or more"),
+    ("show memory --stored lecture", "--stored is for paper: what is run stores what --precision and the plan say"),
+    ("show hardware --from k40:fp32 --to b200:fp32 --sparse", "sparsity is of matrix units: not in fp32")])
+def test_what_may_have_been_meant(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in line(words, capsys)
+
+
+def test_a_published_run_with_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (("", "gradients accumulated in FP32"), ("--stored mixed", "2+2+4+4+4")):
+        assert main(f"show plan --run llama3-16k {words}".split()) == 0
+        assert says in capsys.readouterr().out
+
+
+def test_arguments_of_other_types_are_named() -> None:
+    config = rd.ModelConfig(8, 4, 4, 1, 1)
+    ids = np.zeros((2, 2), int)
+    for call, says in (
+        (lambda comm: rd.loss_and_grads(config, {"dp": 1}, rd.init_params(config), ids, ids, comm=comm), "plan is a dict"),
+        (lambda comm: rd.Trainer(config, rd.Plan(), comm, "adam"), "optimizer is a str: expected an Optimizer"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            rd.run(call, 1)
+    with pytest.raises(ValueError, match="lr='x': expected a number of at least 0"):
+        rd.AdamW(lr="x")

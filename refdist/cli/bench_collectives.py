@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the whole array (default 8 to 64M)")
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="default float32")
     parser.add_argument("--seconds", type=above_0, default=0.5, metavar="T", help="for each line (default 0.5)")
-    parser.add_argument("--table", type=output_file, metavar="FILE", help="measure all algorithms, write a table of the fastest")
+    parser.add_argument("--table", type=output_file, metavar="FILE",
+                        help="measure all algorithms, for some minutes, and write a table of the fastest")
     parser.add_argument("--in-process", action="store_true", help="ranks in this one process, also where MPI is installed")
     parser.add_argument("--json", action="store_true", help="one object a line")
 

@@ -1,7 +1,7 @@
 """Each gradient of a plan against the single device's, as a table; with `--mutate`, those of a refdist broken on purpose.
 
     refdist check --fsdp 2 --tp 2
-    refdist check --pp 4 --micro-batches 8 --schedule zb_h1 --recompute full
+    refdist check --pp 4 --micro-batches 8 --schedule zb_h1 --recompute full --num-hidden-layers 4
     refdist check --mutate data/gradients_averaged_over_ranks_again --dp 3
     refdist check --mutate list
 

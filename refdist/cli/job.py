@@ -71,7 +71,10 @@ def add_plan_and_model(parser: argparse.ArgumentParser, model: str, searched: Se
 
 def make_plan(args: argparse.Namespace) -> rd.Plan:
     """The plan that the options ask for: a preset, if any, with the fields that were given in place of its own."""
-    return rd.Plan(**{**PLANS.get(args.preset, {}), **given(rd.Plan, args)})
+    plan = rd.Plan(**{**PLANS.get(args.preset, {}), **given(rd.Plan, args)})
+    if hasattr(args, "zero") and plan.fsdp == 1:
+        raise rd.PlanError(f"--zero {plan.zero} shares out what --fsdp ranks hold in common: expected --fsdp 2 or more")
+    return plan
 
 
 def make_config(args: argparse.Namespace, on_paper: bool = False) -> rd.ModelConfig:

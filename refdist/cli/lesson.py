@@ -16,6 +16,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,9 @@ def prepare(args: argparse.Namespace) -> Lesson:
     try:
         mutation = find(args.mutate)
     except MutationError:
+        if re.fullmatch("[0-9a-f]{1,3}", args.mutate):
+            raise rd.ConfigError(f"--mutate {args.mutate}: expected a name, or 4 digits of a hash or more, of those that "
+                                 "`--mutate hashes` prints") from None
         near = difflib.get_close_matches(args.mutate, [entry.name for entry in MUTATIONS], 1, 0.4)
         raise rd.ConfigError(f"--mutate {args.mutate}: there is no such mutation; `--mutate list` prints them"
                              + (f"; perhaps {near[0]}" if near else "")) from None

@@ -10,10 +10,10 @@ import refdist as rd
 from refdist.cli.job import make_config, make_plan
 from refdist.paper.hardware import ACCELERATORS
 from refdist.paper.part import Part, check_batch, coordinates
-from refdist.paper.state import STORED
+from refdist.paper.state import STORED, Stored
 from refdist.parallel import check_plan
 
-__all__ = ["SEQ", "add_stored", "model_and_plan", "plan_text", "the_part"]
+__all__ = ["SEQ", "add_stored", "model_and_plan", "plan_text", "stored_of", "the_part"]
 
 SEQ = 8192  # tokens in a sequence, unless the model was made for fewer
 
@@ -21,10 +21,15 @@ SEQ = 8192  # tokens in a sequence, unless the model was made for fewer
 def add_stored(group: Any, accelerator: bool = True) -> None:
     """Add the options of what is stored, and where."""
     said = "; ".join(f"{name}: {stored.text}" for name, stored in STORED.items())
-    group.add_argument("--stored", choices=list(STORED), default="mixed", metavar="NAME", help=f"{said} (default mixed)")
+    group.add_argument("--stored", choices=list(STORED), metavar="NAME", help=f"{said} (default mixed)")
     if accelerator:
         group.add_argument("--accelerator", default="h100", metavar="NAME",
                            help=f"whose memory it is: {', '.join(ACCELERATORS)}, or a .json file (default h100)")
+
+
+def stored_of(args: argparse.Namespace) -> Stored:
+    """What is stored, as the options say."""
+    return STORED[args.stored or "mixed"]
 
 
 def model_and_plan(args: argparse.Namespace) -> tuple[rd.ModelConfig, rd.Plan, int, int]:

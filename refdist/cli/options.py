@@ -94,10 +94,14 @@ def refuse_unknown(parser: Parser, unknown: Sequence[str]) -> NoReturn:
     """End with one line on what nobody knows on a command line, and what may have been meant."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
-        parser.error(f"unexpected argument {word!r}; `{parser.prog} --help` says what is expected")
+        option = f"--{word.partition('=')[0].replace('_', '-')}"
+        meant = f" (perhaps {option})" if option in parser._option_string_actions else ""
+        parser.error(f"unexpected argument {word!r}{meant}; `{parser.prog} --help` says what is expected")
     name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, parser._option_string_actions, 1, 0.7)
-    perhaps = f" (perhaps {near[0]})" if near else ""
+    options = list(parser._option_string_actions)
+    near = [option for option in options if option.startswith(name)] or difflib.get_close_matches(name, options, 5, 0.76)
+    closest = max(near, key=lambda option: option[:3] == name[:3], default="")  # of equals, one with the same first letter
+    perhaps = f" (perhaps {closest})" if closest else ""
     parser.error(f"unknown option {name}{perhaps}; `{parser.prog} --help` lists those there are")
 
 

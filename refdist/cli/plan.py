@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import refdist as rd
 from refdist.cli.job import add_plan_and_model, make_config
-from refdist.cli.on_paper import SEQ, plan_text
+from refdist.cli.on_paper import SEQ, plan_text, stored_of
 from refdist.cli.options import given, positive
 from refdist.cli.show_plan import add_where
 from refdist.cli.tables import table
@@ -25,7 +25,6 @@ from refdist.paper.draw import gigabytes, seconds
 from refdist.paper.flops import RUNS
 from refdist.paper.models import PLANS
 from refdist.paper.search import SEARCHED, Found, Problem, of_plan, reasons, search
-from refdist.paper.state import STORED
 
 TOKENS = 16 * 2**20  # in a global batch, unless said otherwise: Llama 3's
 
@@ -64,7 +63,7 @@ def prepare(args: argparse.Namespace) -> Job:
     if seq > config.max_position_embeddings:
         raise rd.PlanError(f"--seq {seq} is longer than max_position_embeddings={config.max_position_embeddings}")
     fixed = given(rd.Plan, args)
-    stored = STORED[args.stored].under(rd.Plan(**fixed))
+    stored = stored_of(args).under(rd.Plan(**fixed))
     problem = Problem(config, args.gpus, args.batch or max(1, TOKENS // seq), seq, stored, where, args.format, args.efficiency,
                       fixed)
     return Job(args.model, problem, args.top, args.json)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import refdist as rd
 from refdist.cli.job import add_plan_and_model, make_config
+from refdist.cli.on_paper import stored_of
 from refdist.cli.show_plan import add_where
 from refdist.cli.tables import table
 from refdist.paper.balance import borders
 from refdist.paper.cluster import Cluster, cluster
 from refdist.paper.draw import bandwidth
-from refdist.paper.state import STORED, Stored
+from refdist.paper.state import Stored
 
 
 @dataclass
@@ -47,7 +48,7 @@ def prepare(args: argparse.Namespace) -> Job:
     """Read the options."""
     where = cluster(args.cluster).scaled(args.compute, args.network)
     where.accelerator.flops(args.format)
-    return Job(args.model, make_config(args, on_paper=True), STORED[args.stored], where, args.format, args.efficiency, args.json)
+    return Job(args.model, make_config(args, on_paper=True), stored_of(args), where, args.format, args.efficiency, args.json)
 
 
 def program(comm: rd.Comm | None, job: Job) -> int:

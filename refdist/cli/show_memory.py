@@ -52,6 +52,8 @@ def prepare(args: argparse.Namespace) -> Job | paper.Job:
     """Read the options."""
     if paper.wanted(args):
         return paper.prepare(args)
+    if args.stored is not None:
+        raise rd.ConfigError("--stored is for paper: what is run stores what --precision and the plan say")
     args.batch, args.seq, args.rank, args.precision = args.batch or 8, args.seq or 64, args.rank or 0, args.precision or "fp32"
     job = Job(make_plan(args), make_config(args), args.batch, args.seq, args.seed, args.precision, args.rank, args.device_memory,
               args.svg, args.json)

@@ -14,14 +14,14 @@ from typing import Any
 
 import refdist as rd
 from refdist.aside import write_aside
-from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, the_part
+from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, stored_of, the_part
 from refdist.cli.tables import table
 from refdist.paper.activations import Activations, korthikanti
 from refdist.paper.draw import bars_svg, gigabytes
 from refdist.paper.hardware import Accelerator, accelerator
 from refdist.paper.memory import CATEGORIES, of_stages, wall
 from refdist.paper.models import MODELS, ROUNDED
-from refdist.paper.state import STORED, Stored, smallest_number
+from refdist.paper.state import Stored, smallest_number
 
 SHOWN = 4  # stages in the table: the first ones, and the last
 
@@ -64,7 +64,7 @@ def prepare(args: argparse.Namespace) -> Job:
         if getattr(args, name) is not None:
             raise rd.ConfigError(f"--{name.replace('_', '-')} is for what is run, not for paper: {instead}")
     config, plan, batch, seq = model_and_plan(args)
-    return Job(args.model, config, plan, batch, seq, STORED[args.stored].under(plan), accelerator(args.accelerator), args.svg,
+    return Job(args.model, config, plan, batch, seq, stored_of(args).under(plan), accelerator(args.accelerator), args.svg,
                args.json)
 
 

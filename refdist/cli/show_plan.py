@@ -19,7 +19,7 @@ from typing import Any
 import refdist as rd
 from refdist.aside import write_aside
 from refdist.cli.job import add_plan_and_model
-from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, the_part
+from refdist.cli.on_paper import add_stored, model_and_plan, plan_text, stored_of, the_part
 from refdist.cli.options import above_0, given, output_file, positive
 from refdist.cli.tables import table
 from refdist.paper.cluster import CLUSTERS, Cluster, cluster
@@ -29,7 +29,7 @@ from refdist.paper.flops import RUNS
 from refdist.paper.hardware import FORMATS
 from refdist.paper.memory import of_stages
 from refdist.paper.models import PLANS
-from refdist.paper.state import STORED, Stored
+from refdist.paper.state import Stored
 
 
 @dataclass
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `refdist show plan`."""
     group = parser.add_argument_group("run")
     add_where(group)
-    group.add_argument("--run", choices=list(PLANS), help="a published run to start from: model, plan, batch and what is stored")
+    group.add_argument("--run", choices=list(PLANS), help="a published run (model, plan, batch, what is stored) to start from; "
+                       "other options take the place of its own")
     group.add_argument("--batch", type=positive, metavar="N", help="sequences in a global batch (default one a micro-batch)")
     group.add_argument("--seq", type=positive, metavar="N", help="tokens in a sequence (default 8192)")
     group.add_argument("--svg", type=output_file, metavar="FILE", help="write a picture of the step's time as SVG")
@@ -84,7 +85,7 @@ def prepare(args: argparse.Namespace) -> Job:
         if args.model not in (published["model"], "llama3-405b"):
             raise rd.ConfigError(f"--run {args.run} is a run of {published['model']}: --model {args.model} is another one")
         args.model, args.batch, args.seq = published["model"], args.batch or published["batch"], args.seq or published["seq"]
-        args.stored = "mixed-fp32-gradients" if args.stored == "mixed" else args.stored
+        args.stored = args.stored or "mixed-fp32-gradients"
         for name, value in published["plan"].items():
             if not hasattr(args, name):
                 setattr(args, name, value)
@@ -95,7 +96,7 @@ def prepare(args: argparse.Namespace) -> Job:
     where.accelerator.flops(args.format)
     where.check_size(plan.world_size)
     run = None if changed or (args.compute, args.network, args.cluster) != (1, 1, "llama3") else args.run
-    return Job(args.model, run, config, plan, batch, seq, STORED[args.stored].under(plan), where, args.format, args.efficiency,
+    return Job(args.model, run, config, plan, batch, seq, stored_of(args).under(plan), where, args.format, args.efficiency,
                args.svg, args.json)
 
 

@@ -34,7 +34,7 @@ class Optimizer:
     state_names: tuple[str, ...] = ()
 
     def __init__(self, lr: LearningRate, weight_decay: float, decay_all: bool) -> None:
-        if not callable(lr) and not (math.isfinite(lr) and lr >= 0):
+        if not callable(lr) and not (isinstance(lr, (int, float, np.number)) and math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr={lr!r}: expected a number of at least 0, or a function of the step")
         if not (math.isfinite(weight_decay) and weight_decay >= 0):
             raise ValueError(f"weight_decay={weight_decay!r}: expected a number of at least 0")

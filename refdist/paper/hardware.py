@@ -163,6 +163,8 @@ def accelerator(text: str | Mapping[str, Any]) -> Accelerator:
 
 def growth(older: Accelerator, newer: Accelerator, older_format: str, newer_format: str, sparse: bool = False) -> dict[str, Any]:
     """How many times as fast the newer one is, and whether that compares like with like."""
+    if sparse and newer_format in ("fp32", "fp64"):
+        raise ConfigError(f"sparsity is of matrix units: not in {newer_format}")
     was, now = older.flops(older_format), newer.flops(newer_format) * (newer.sparse if sparse else 1)
     changed = [f"{older_format} → {newer_format}"] if older_format != newer_format else []
     return {"from": was, "to": now, "times": now / was, "changed": changed + (["dense → sparse"] if sparse else [])}

@@ -171,10 +171,11 @@ def _part(problem: Problem, plan: Plan) -> Part:
 
 
 def _memory(problem: Problem, plan: Plan) -> int:
-    """Bytes of the fuller one of the first stage's and the last stage's ranks."""
+    """Bytes of the fullest stage's ranks: the first's or the last's, unless layers are cut unevenly."""
     part = _part(problem, plan)
-    ends = [part] if plan.pp == 1 else [part, Part(part.config, plan, part.batch, part.seq, {**part.at, "pp": plan.pp - 1})]
-    return max(of_rank(end, problem.stored, quick=True)["total"] for end in ends)
+    stages = {0, plan.pp - 1} if plan.layers_per_stage is None else set(range(plan.pp))
+    parts = [part, *(Part(part.config, plan, part.batch, part.seq, {**part.at, "pp": stage}) for stage in stages - {0})]
+    return max(of_rank(one, problem.stored, quick=True)["total"] for one in parts)
 
 
 def _seconds(problem: Problem, plan: Plan) -> float:

@@ -61,6 +61,8 @@ class Replica:
 
     def __init__(self, config: ModelConfig, plan: Plan, comm: Comm, params: Mapping[str, np.ndarray], precision: str = "fp64",
                  device: Device | None = None, implementations: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}: expected a Plan")
         self.precision = precision_named(precision)
         product = self.precision.product(plan.tensor_core)
         rooms: dict[str, Any] = dict(ROOMS)

@@ -81,6 +81,8 @@ class Trainer:
             raise ValueError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
         self.clip_norm = clip_norm
         self.loss_scale = loss_scale_of(loss_scale, precision)
+        if optimizer is not None and not hasattr(optimizer, "state_names"):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected an Optimizer such as AdamW(), or None")
         if params is None:
             params = init_params(config, seed)
         self.replica = Replica(config, plan, comm, params, precision, device, implementations)
