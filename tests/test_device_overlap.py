@@ -45,9 +45,9 @@ def test_two_of_one_name_may_be_under_way():
 
 
 @pytest.mark.parametrize(("plan", "collective", "kernels"), [
-    (rd.Plan(cp=3), "hop of ring kv", {"attention", "attention_backward"}),
-    (rd.Plan(cp=3), "hop of ring dkv", {"attention_backward"}),
-    (rd.Plan(tp=3, sequence_parallel=False), "all_reduce on tp", {"linear_weight_grad"})], ids=str)
+    (rd.Plan(cp=3), "hop of ring kv", ("attention", "attention_backward")),
+    (rd.Plan(cp=3), "hop of ring dkv", ("attention_backward",)),
+    (rd.Plan(tp=3, sequence_parallel=False), "all_reduce on tp", ("linear_weight_grad",))], ids=str)
 def test_what_is_sent_while_what_is_computed(plan, collective, kernels):
     """Keys and values travel while their chunk is attended to, sums of input gradients while weight gradients are made."""
     config, params = model(num_attention_heads=3, num_key_value_heads=3)
@@ -67,7 +67,7 @@ def test_what_is_sent_while_what_is_computed(plan, collective, kernels):
         return seen
 
     for seen in rd.run(program, 3):
-        assert kernels <= seen
+        assert seen.issuperset(kernels)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("data_parallel", 2), ("fully_sharded", 4), ("hybrid_sharding", 4)])
