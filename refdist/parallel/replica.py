@@ -73,8 +73,7 @@ class Replica:
         plan.check_ranks(comm.size)
         check_params(config, params)
         check_plan(config, plan, rooms)
-        require_same(comm, configuration=config, plan=[item for item in vars(plan).items() if not callable(item[1])],
-                     precision=precision, parameters=sample(params))
+        require_same(comm, configuration=config, plan=plan, precision=precision, parameters=sample(params))
         self.config = config
         self.plan = plan
         self.dtype = self.precision.dtype
@@ -169,7 +168,8 @@ class Replica:
         self.plan.check_batch(len(input_ids))
         input_ids, labels = (array.astype(np.int64, copy=False) for array in (input_ids, labels))  # small ones wrap
         if not self._agreed:
-            require_same(self.mesh.comm, input_ids=input_ids, labels=labels, segment_ids=segment_ids, dropout_seed=dropout_seed)
+            segments = None if segment_ids is None else np.asarray(segment_ids).astype(np.int64, copy=False)
+            require_same(self.mesh.comm, input_ids=input_ids, labels=labels, segment_ids=segments, dropout_seed=dropout_seed)
             self._agreed = True
         length = input_ids.shape[1]
         positions, shared = self._context(length)

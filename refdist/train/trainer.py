@@ -92,9 +92,8 @@ class Trainer:
 
     def use(self, optimizer: Optimizer) -> None:
         """Train with this optimizer from now on: its state is new, and steps count from 0. Collective."""
-        fields = [item for item in vars(optimizer).items() if not callable(item[1])]
-        require_same(self.replica.mesh.comm, optimizer=(type(optimizer).__name__, fields, optimizer.learning_rate(1)),
-                     clip_norm=self.clip_norm, loss_scale=self.loss_scale and vars(self.loss_scale))
+        require_same(self.replica.mesh.comm, optimizer=(type(optimizer).__name__, vars(optimizer)), clip_norm=self.clip_norm,
+                     loss_scale=self.loss_scale and vars(self.loss_scale))
         self.optimizer = optimizer
         self.steps = 0
         self.state = {name: tuple(self.device.zeros(parameter, None, "optimizer", accumulation_dtype(parameter))
