@@ -79,8 +79,8 @@ def test_what_is_equal_may_be_other_objects():
         params = {name: PARAMS[name].astype([">f8", "<f8"][rank]) for name in list(PARAMS)[:: [1, -1][rank]]}
         segments = np.zeros((4, 6), [np.int32, np.int64][rank])
         plan = rd.Plan(dp=2, layers_per_stage=[(2,), [2]][rank], schedule=lambda *sizes: own(*sizes))
-        trainer = rd.Trainer([config, CONFIG][rank], plan, comm, Odd(rank), [np.str_("fp64"), "fp64"][rank], params=params, clip_norm=[1, np.float64(1)][rank],
-                             loss_scale=Lasting())
+        trainer = rd.Trainer([config, CONFIG][rank], plan, comm, Odd(rank), [np.str_("fp64"), "fp64"][rank], params=params,
+                             clip_norm=[1, np.float64(1)][rank], loss_scale=Lasting())
         losses = [trainer.step(np.asfortranarray(IDS).astype([np.uint8, ">i4"][rank]), LABELS, segments).loss]
         trainer.use(shared)
         return [*losses, trainer.step(IDS, LABELS).loss]
@@ -120,3 +120,12 @@ trainer.step(np.full((3, 2), comm.rank // 2), np.zeros((3, 2), int))
     done = run_ranks(3, ["-c", program])
     assert done.returncode != 0
     assert "ranks 0 and 2 have been given different input_ids: expected the same on every rank" in done.stderr
+
+
+def test_the_same_numbers_in_another_shape_are_another_batch():
+    def program(comm):
+        shape = (4, 6) if comm.rank == 0 else (6, 4)
+        rd.Trainer(CONFIG, rd.Plan(tp=2), comm, params=PARAMS).step(IDS.reshape(shape), LABELS.reshape(shape))
+
+    with pytest.raises(ConfigError, match="different input_ids"):
+        rd.run(program, 2)

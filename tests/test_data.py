@@ -12,6 +12,7 @@ from refdist.train.bigram import bigram_log_probabilities, bigram_loss
 from refdist.train.data import (
     STANDARD_LIBRARY_LIMIT,
     DataError,
+    _standard_library,
     evaluation_windows,
     is_validation,
     load_corpus,
@@ -183,3 +184,25 @@ def test_bigram_loss_of_uniform_text_is_its_entropy() -> None:
     text = np.frombuffer(random_text(400_000), np.uint8)
     loss = bigram_loss(bigram_log_probabilities(text), evaluation_windows(text, 64, 100))
     assert abs(loss - np.log(255)) < 0.2
+
+
+def test_both_parts_have_a_whole_window(tmp_path: Path) -> None:
+    """The held-back file with its end mark is one byte too short for a window: the text is split by blocks."""
+    names = [f"f{number}" for number in range(100)]
+    held_back = next(name for name in names if is_validation(name))
+    other = next(name for name in names if not is_validation(name))
+    (tmp_path / held_back).write_bytes(b"x" * 9)
+    (tmp_path / other).write_bytes(b"y" * 90)
+    corpus = load_corpus([tmp_path], seq=10)
+    assert min(len(corpus.train), len(corpus.validation)) >= 11
+
+
+def test_a_zero_byte_far_from_the_beginning_makes_no_text(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"a" * 8191 + b"\0" + b"a" * 100)
+    (tmp_path / "text").write_bytes(b"b" * 100)
+    corpus = load_corpus([tmp_path], seq=1)
+    assert ord("a") not in corpus.train
+
+
+def test_the_standard_library_stays_below_its_limit() -> None:
+    assert sum(path.stat().st_size for _, path in _standard_library()) <= STANDARD_LIBRARY_LIMIT

@@ -6,7 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from models import batch, model
 from mpirun import run_ranks
 from training import Case, check_training
 
@@ -46,3 +48,22 @@ def test_under_mpirun(ranks):
     done = run_ranks(ranks, [Path(__file__).with_name("training.py"), json.dumps(cases)])
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout
+
+
+@pytest.mark.parametrize("plan", [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"fsdp": 2}, {"fsdp": 2, "zero": 1}], ids=str)
+def test_what_a_trainer_gives_are_copies(plan):
+    """Parameters, gradients and optimizer state that were asked for before a step do not change in it."""
+    config, params = model(dtype=np.float32)
+    tokens = batch(config, 4, 6)
+
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(**plan), comm, rd.SGD(0.1, momentum=0.9), params=params)
+        trainer.step(*tokens)
+        given = [trainer.full_params(), trainer.replica.full_gradients(),
+                 trainer.replica.gather({name: state[0] for name, state in trainer.state.items()})]
+        before = [{name: array.copy() for name, array in arrays.items()} for arrays in given]
+        trainer.step(*tokens)
+        return [name for arrays, kept in zip(given, before, strict=True) for name in arrays
+                if not np.array_equal(arrays[name], kept[name])]
+
+    assert rd.run(program, rd.Plan(**plan).world_size)[0] == []

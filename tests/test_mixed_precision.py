@@ -429,3 +429,15 @@ def test_bad_input(options, words):
 def test_bad_options(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_validation_losses_are_not_rounded_to_16_bits():
+    config, params = model(dtype=np.float32)
+    ids, labels = batch(config, 4, 6)
+
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(), comm, params=params, precision="bf16")
+        return trainer.evaluate(ids, labels), trainer.step(ids, labels).loss
+
+    validation, loss = rd.run(program, 1)[0]
+    assert validation == loss

@@ -85,3 +85,8 @@ def test_what_cannot_be_is_refused_by_name(change, message):
 def test_what_is_missing_is_named():
     with pytest.raises(ConfigError, match="lacks hidden_size, num_hidden_layers"):
         ModelConfig.from_dict({"vocab_size": 3, "intermediate_size": 4, "num_attention_heads": 2})
+
+
+def test_what_is_not_finite_is_refused():
+    with pytest.raises(ConfigError, match="rope_theta"):
+        ModelConfig(**{**SMALL, "rope_theta": float("inf")})

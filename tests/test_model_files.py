@@ -234,3 +234,27 @@ def hugging_face(options):
     """Arguments of LlamaConfig, which in transformers 5 takes θ and scaling together."""
     rope = {"rope_theta": options["rope_theta"], "rope_type": "default", **(options.get("rope_scaling") or {})}
     return {k: v for k, v in options.items() if k not in ("rope_theta", "rope_scaling")} | {"rope_parameters": rope}
+
+
+def test_shards_are_as_large_as_they_may_be(tmp_path):
+    config, params = model(dtype=np.float32)
+    total = sum(array.nbytes for array in params.values())
+    save_params(tmp_path, config, params, max_shard_bytes=5000)
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == total
+    save_params(tmp_path, config, params, max_shard_bytes=total)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_what_the_configuration_says_of_the_format(tmp_path):
+    config, params = model(dtype=np.float32)
+    save_params(tmp_path, config, params, dtype=ml_dtypes.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_one_tensor_in_float64_makes_all_wide(tmp_path):
+    config, params = model()
+    save_params(tmp_path, config, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert {array.dtype for array in load_params(tmp_path)[1].values()} == {np.dtype(np.float64)}

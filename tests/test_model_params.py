@@ -120,3 +120,12 @@ def test_segments_have_to_fit_too():
     ids, labels = batch(config)
     with pytest.raises(ConfigError, match="segment_ids: found shape"):
         check_batch(config, ids, labels, np.zeros((5, 12), int))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_token_of_the_vocabularys_size_is_one_too_many(place):
+    config, _ = model()
+    tokens = batch(config, 2, 4)
+    tokens[place][0, 0] = config.vocab_size
+    with pytest.raises(ConfigError, match=f"found {config.vocab_size}"):
+        check_batch(config, *tokens)

@@ -192,3 +192,74 @@ def test_bad_input_is_one_line(words, message, capsys):
 def test_a_cluster_of_another_accelerator():
     tpus = Cluster("tpus", ACCELERATORS["tpu-v5p"], (Level("pod", 64, 600e9 / 6, 1e-6),))
     assert of("llama3-8b", 64, cluster=tpus, fsdp=64).mfu < 0.7
+
+
+# --------------------------------------------------------------------------------- one term at a time, by hand
+
+CHIP = CLUSTERS["llama3"].accelerator
+WIRE = Cluster("wire", dataclasses.replace(CHIP, peak=dict.fromkeys(CHIP.peak, 1e40), memory_bandwidth=1e40),
+               (Level("server", 64, 1e9, 1e-20),))  # computes in no time and sends 1 GB/s
+KV = 2 * 8 * 128 * 2  # bytes of a token's keys and values in the 8B model, of 32 layers
+
+
+def of_8b(batch, cluster=WIRE, **fields):
+    plan = rd.Plan(**fields)
+    part = Part(rd.ModelConfig(**MODELS["llama3-8b"]), plan, batch, 8192, coordinates(plan, 0))
+    return estimate(part, STORED["mixed"], cluster)
+
+
+@pytest.mark.parametrize(("fields", "bytes_of_a_layer"), [
+    ({"cp_method": "all_gather"}, 3 * 8192 * KV * 3 / 4),
+    ({"cp_method": "all_gather", "recompute": "full"}, 4 * 8192 * KV * 3 / 4),
+    ({}, 3 * 3 * 2048 * KV),
+    ({"cp_method": "ulysses"}, 2 * 8192 * (2 * 8 + 2 * 2) * 128 * 2 * 3 / 4)], ids=str)
+def test_what_context_parallelism_sends(fields, bytes_of_a_layer):
+    """Gathers of keys and values; three hops of them, and of their sums; q, k, v there and out back, in both directions."""
+    assert of_8b(1, cp=4, **fields).exposed["cp"] == pytest.approx(32 * bytes_of_a_layer / 1e9)
+
+
+@pytest.mark.parametrize(("fields", "times"), [({}, 10), ({"save_gathered": True}, 8), ({"recompute": "full"}, 14),
+                                               ({"sequence_parallel": False}, 8)], ids=str)
+def test_what_tensor_parallelism_sends(fields, times):
+    assert of_8b(1, tp=8, **fields).exposed["tp"] == pytest.approx((32 * times + 4) * 8192 * 4096 * 2 * 7 / 8 / 1e9)
+
+
+def test_the_fullest_micro_batch_counts():
+    assert of_8b(3, CLUSTERS["llama3"], micro_batches=2).parts == of_8b(4, CLUSTERS["llama3"], micro_batches=2).parts
+
+
+def test_gradients_of_replicas_that_share_a_sequence_are_dps():
+    assert "gradients over cp" not in of_8b(2, dp=2, cp=2).exposed
+
+
+def test_recomputation_is_one_more_forward():
+    parts = of_8b(1, CLUSTERS["llama3"], recompute="full").parts
+    forward = parts["matrix products"] / 3 + parts["attention"] / 3.5 + parts["other kernels"] / 3
+    assert parts["recomputation"] == pytest.approx(forward)
+
+
+def test_the_head_reads_and_writes_its_logits():
+    slow = dataclasses.replace(WIRE, accelerator=dataclasses.replace(WIRE.accelerator, memory_bandwidth=1e9))
+    t, h, v = 8192, 4096, 128256
+    assert of_8b(1, slow).parts["head and loss"] == pytest.approx(2 * (3 * (t * h + h * v + t * v) + 4 * t * v) / 1e9)
+
+
+def test_an_all_reduce_hides_behind_the_whole_backward():
+    found = of_8b(8, dataclasses.replace(CLUSTERS["llama3"], levels=(Level("server", 64, 1e10, 1e-9),)), dp=8)
+    (line,) = [line for line in found.lines if line.axis == "dp"]
+    parts = found.parts
+    backward = parts["matrix products"] * 2 / 3 + parts["attention"] * 2.5 / 3.5 + parts["other kernels"] * 2 / 3
+    assert line.exposed == pytest.approx(line.seconds - backward)
+
+
+def test_a_level_is_as_slow_as_those_below_it():
+    cluster = Cluster("odd", CHIP, (Level("server", 8, 1e9, 1e-6), Level("rack", 2, 5e9, 1e-6)))
+    assert cluster.bandwidth(1) == 1e9
+    assert [border.bandwidth for border in borders(rd.ModelConfig(**MODELS["llama3-8b"]), STORED["mixed"], cluster)] == [1e9, 1e9]
+
+
+def test_wide_gradients_move_fsdps_border():
+    wide = STORED["mixed-fp32-gradients"]
+    assert wide.reduced != wide.parameter
+    border = borders(rd.ModelConfig(**MODELS["llama3-8b"]), wide, CLUSTERS["llama3"])[1]
+    assert border.fsdp == pytest.approx((2 * wide.parameter + wide.reduced) * 989.4e12 / 6 / 50e9)

@@ -127,3 +127,24 @@ def test_bad_input_is_one_line(words, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_what_is_searched():
+    """One long sequence a micro-batch; cp where sequences are few; no MLP that tp cuts unevenly; the fuller one of both ends."""
+    small = CONFIG["llama3-8b"]
+    found = search(problem(small, 64, 256, 16384, cp=1, pp=1))
+    assert {256 // one.plan.batch_parts // one.plan.micro_batches for one in found} == {1}
+    assert any(one.plan.cp > 1 for one in search(problem(small, 64, 8, 8192)))
+    assert {one.plan.tp for one in search(problem(dataclasses.replace(small, intermediate_size=14337), 8, 8, 2048))} == {1}
+    asked, plan = problem(small, 8, 8, 8192), rd.Plan(pp=8)
+    ends = [of_rank(Part(small, plan, 8, 8192, {**coordinates(plan, 0), "pp": stage}), asked.stored, quick=True)["total"]
+            for stage in (0, 7)]
+    assert of_plan(asked, plan).memory == max(ends) == ends[1]
+
+
+def test_a_stage_in_the_middle_may_be_the_fullest():
+    """With a layer fewer at both ends, as Llama 3 had them."""
+    asked = problem(CONFIG["llama3-8b"], 4, 16, 8192)
+    cuts = (None, (4, 14, 12, 2))
+    even, uneven = (of_plan(asked, rd.Plan(pp=4, micro_batches=16, layers_per_stage=cut)).memory for cut in cuts)
+    assert uneven > even

@@ -72,6 +72,7 @@ def test_bytes_and_flops_are_what_ran_for_any_plan(data):
 
 
 @pytest.mark.parametrize(("plan", "options"), [
+    ({"pp": 2, "fsdp": 2, "zero": 2, "micro_batches": 2, "order": "rank"}, {"tie_word_embeddings": True}),
     ({"dp": 3}, {"tie_word_embeddings": True}),
     ({"dp": 2, "fsdp": 2, "zero": 2, "micro_batches": 3, "order": "rank"}, {"tie_word_embeddings": True}),
     ({"fsdp": 3, "zero": 1, "tp": 2}, {"attention_bias": True, "mlp_bias": True}),

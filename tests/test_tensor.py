@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -208,3 +209,38 @@ def test_heads_that_cannot_be_cut_are_refused_with_the_reason(tp, options, reaso
     ids, labels = batch(config)
     with pytest.raises(rd.PlanError, match=reason):
         rd.run(lambda comm: rd.loss_and_grads(config, rd.Plan(tp=tp), params, ids, labels, comm=comm), ranks=tp)
+
+
+@pytest.mark.parametrize("plan", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("vocab", [15, 16])
+def test_logits_in_several_chunks(plan, vocab, monkeypatch):
+    """As with every real vocabulary; of 15 columns two ranks hold 8 and 7, and cut their tokens alike."""
+    config, params = model(vocab_size=vocab, num_attention_heads=2, num_key_value_heads=2)
+    ids, labels = batch(config, 4, 6)
+    loss, grads = rd.reference.loss_and_grads(config, params, ids, labels)
+    monkeypatch.setattr(sys.modules["refdist.ops.cross_entropy"], "LOGITS", 56)
+
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(**plan), comm, params=params, precision="fp64")
+        return rd.loss_and_grads(config, rd.Plan(**plan), params, ids, labels, comm=comm), trainer.evaluate(ids, labels)
+
+    for (got_loss, got), validation in rd.run(program, rd.Plan(**plan).world_size):
+        assert got_loss == pytest.approx(loss, rel=1e-13)
+        assert validation == pytest.approx(loss, rel=1e-13)
+        require_equal(got, grads, str(plan))
+
+
+def test_save_gathered_keeps_nothing_more_where_nothing_is_gathered():
+    config, params = model(num_attention_heads=2, num_key_value_heads=2)
+    ids, labels = batch(config, 4, 6)
+
+    def peaks(save_gathered):
+        def program(comm):
+            device = rd.Device()
+            plan = rd.Plan(tp=2, sequence_parallel=False, save_gathered=save_gathered)
+            rd.Trainer(config, plan, comm, params=params, device=device).step(ids, labels)
+            return device.peak["activation"]
+
+        return rd.run(program, 2)
+
+    assert peaks(True) == peaks(False)
