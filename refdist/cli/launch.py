@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from refdist.cli.options import counted
+from refdist.cli.options import counted, forget
 from refdist.parallel.plan import Plan
 
 NOTE = "REFDIST_PARENT"  # the parent's note to the ranks that it starts, in their environment
@@ -266,6 +266,7 @@ def run_and_pass_signals(command: list[str], environ: dict[str, str]) -> int:
                     pass_on(signal.SIGPIPE, None)
                 except OSError as error:
                     lost.append(f"{getattr(target, 'name', '')}: {error.strerror}")
+                    forget(target)
                     with contextlib.suppress(ProcessLookupError):
                         process.terminate()
 

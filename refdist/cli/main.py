@@ -11,7 +11,6 @@ and returns a job with a plan, and `program(comm, job)`, which runs on each rank
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import io
 import os
@@ -25,7 +24,7 @@ import threadpoolctl
 
 import refdist as rd
 from refdist.cli import bench, check, launch, plan, sample, show, train
-from refdist.cli.options import Parser, add_command, counted, refuse_unknown, say
+from refdist.cli.options import Parser, add_command, counted, forget, refuse_unknown, say
 from refdist.train.data import DataError
 
 __all__ = ["main"]
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = start(args, words) if world is None else join(args, world)
         if status == GONE:
-            forget_stdout()
+            forget(sys.stdout)
         return status
     except ERRORS_OF_USE as error:
         say(f"refdist {args.command}: {error}")
@@ -64,20 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return interrupted(world)
     except BrokenPipeError:  # the reader of our output has gone, as in `refdist train --json | head`
-        forget_stdout()
+        forget(sys.stdout)
         return GONE
     except OSError as error:
         if world is not None:
             raise
         say(f"refdist {args.command}: {error}")
-        forget_stdout()
+        forget(sys.stdout)
         return 2
-
-
-def forget_stdout() -> None:
-    """Nobody reads our output any more: what is still to be flushed at the end goes nowhere."""
-    with contextlib.suppress(io.UnsupportedOperation):  # no file, in a test or a notebook
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -240,5 +241,13 @@ def counted(number: int, noun: str) -> str:
 
 def say(text: str) -> None:
     """One line on standard error, if that can be written to."""
-    with contextlib.suppress(OSError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        forget(sys.stderr)
+
+
+def forget(stream: IO[Any]) -> None:
+    """What is still to be written to a stream, also at the end of the process, goes nowhere."""
+    with contextlib.suppress(io.UnsupportedOperation):  # no file, in a test or a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
