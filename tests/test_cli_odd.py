@@ -167,9 +167,10 @@ def test_lost_output_is_no_success_under_mpirun_and_without(words: str, text: Pa
 
 
 def test_closed_streams_are_written_to_in_vain() -> None:
-    for script, status in (('exec "$@" >&-', 0), ('exec "$@" 2>&-', 0), ('exec "$@" 2> /dev/full', 0)):
+    scripts = ['exec "$@" >&-', 'exec "$@" 2>&-', *(['exec "$@" 2> /dev/full'] if FULL.exists() else [])]
+    for script in scripts:
         done = run_limited(["sh", "-c", script, "sh", *REFDIST, "check", "--in-process", "--dp", "2", "--json"], 120)
-        assert done.returncode == status, script
+        assert done.returncode == 0, script
         assert ('"ok": true' in done.stdout) == (">&-" not in script or "2>" in script), script
 
 

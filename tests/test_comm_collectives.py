@@ -500,3 +500,26 @@ def test_only_a_loop_of_polls_in_which_nothing_moves_is_a_deadlock(monkeypatch: 
 
     with pytest.raises(rd.DeadlockError, match="polls, and in 50 polls a rank nobody has sent"):
         rd.run(polls_for_ever, 2)
+
+
+@pytest.mark.parametrize(("dtype", "accumulate"), [("f2", "i4"), ("f2", "?"), ("c8", "f8"), ("f4", "O"), ("i4", "u1")])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "reduce"])
+def test_sums_are_not_accumulated_in_what_cannot_hold_them(operation: str, dtype: str, accumulate: str) -> None:
+    def program(comm: rd.Comm) -> None:
+        with pytest.raises(ValueError, match=f"accumulate={np.dtype(accumulate)}: expected a dtype of the kind of"):
+            getattr(comm, operation)(np.ones(4, dtype), accumulate=accumulate)
+
+    rd.run(program, 2)
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring", "direct", "hierarchical"])
+def test_an_out_that_is_no_plain_array_is_refused_before_anything_is_sent(algorithm: str | None) -> None:
+    def program(comm: rd.Comm) -> float:
+        for out in (np.zeros((3, 2)).view(np.matrix), np.ma.zeros((3, 2))):
+            with pytest.raises(TypeError, match=f"out is a {type(out).__name__}"):
+                comm.all_reduce(np.ones((3, 2)), algorithm=algorithm, out=out)
+        with pytest.raises(TypeError, match="expected a number dtype"):
+            comm.all_reduce(np.zeros(2, "V3"), algorithm=algorithm)
+        return float(comm.all_reduce(np.ones(3))[0])
+
+    assert rd.run(program, 3) == [3.0] * 3

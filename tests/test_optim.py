@@ -176,3 +176,11 @@ def test_the_norm_does_not_depend_on_cuts_and_order(dtype):
         pieces = [np.ascontiguousarray(part) for part in np.array_split(a, parts)]
         rng.shuffle(pieces)
         assert exact_value(sum(exact_squares([piece]) for piece in pieces)) == whole
+
+
+def test_numbers_that_are_none_are_refused():
+    for options in ({"eps": float("nan")}, {"betas": (0.9,)}, {"betas": (0.9, 0.99, 0.999)}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            rd.AdamW(**options)
+    with pytest.raises(ValueError, match=r"lr\(3\)=nan: expected a number of at least 0"):
+        rd.AdamW(lambda step: float("nan")).learning_rate(3)

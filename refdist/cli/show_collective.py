@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import refdist as rd
@@ -39,7 +40,7 @@ class Job:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `refdist show` for the collective that the parser is named after."""
     operation = (parser.prog.split() or [""])[-1].replace("-", "_")
-    names = getattr(importlib.import_module(f"refdist.comm.{operation}"), "ALGORITHMS", ()) if operation in COLLECTIVES else ()
+    names = _algorithms(operation) if operation in COLLECTIVES else ()
     said = f"{', '.join(names)} (default: what a small array gets)" if names else "there is one only"
     parser.add_argument("--algorithm", metavar="NAME", help=said)
     parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="default 4")
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one object a step: its messages, and what each rank holds")
 
 
+def _algorithms(operation: str) -> Collection[str]:
+    """The names of a collective's algorithms; none where there is one only."""
+    return getattr(importlib.import_module(f"refdist.comm.{operation}"), "ALGORITHMS", ())
+
+
 def _groups(words: str) -> list[list[int]]:
     try:
         return [[int(rank) for rank in group.split(",")] for group in words.split("/")]
@@ -61,11 +67,11 @@ def _groups(words: str) -> list[list[int]]:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Run the collective on a few ranks in this process."""
-    if args.algorithm is not None and not getattr(importlib.import_module(
-            f"refdist.comm.{args.topic.replace('-', '_')}"), "ALGORITHMS", ()):
+    operation = args.topic.replace("-", "_")
+    if args.algorithm is not None and not _algorithms(operation):
         raise rd.ConfigError(f"--algorithm {args.algorithm}: {args.topic} has one algorithm only")
     try:
-        picture = trace(args.topic.replace("-", "_"), args.algorithm, args.ranks, args.root, args.groups)
+        picture = trace(operation, args.algorithm, args.ranks, args.root, args.groups)
     except ValueError as error:
         raise rd.ConfigError(str(error)) from None
     return Job(picture, args.svg, args.json)

@@ -9,8 +9,8 @@ peer, which has a Work under way, the other. Groups without a device that counts
     reduce_scatter  direct, along the first axis; with a power of two of ranks recursive halving, of shards of one length
     all_gather      direct, along the first axis, into ``out``, of shards as ``np.array_split`` cuts them
 
-Each function returns None when a call is not one of these, before anything has been sent. Calls with bad
-arguments go the general way too, which raises the error.
+Each function returns None when a call is not one of these, before anything has been sent. Calls with bad arguments go the
+general way too, which raises the error.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from refdist.device.events import Event, Kernel, Phase
 __all__ = ["Overlap"]
 
 Span = tuple[float, float]
-_COLLECTIVE = re.compile(r"(all-reduce|reduce-scatter|gather|hop|\w+) (?:of|on) (.*)")
+_COLLECTIVE = re.compile(r"([\w-]+) (?:of|on) (.*)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

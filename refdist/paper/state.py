@@ -48,8 +48,8 @@ class Stored:
 
     def under(self, plan: Plan) -> Stored:
         """With the formats that a plan asks for: of sums of gradients, of what travels, and whether there are masters."""
-        reduced = itemsize(plan.reduce_dtype, self.reduced)
-        gradient = itemsize(plan.accumulate_dtype or plan.reduce_dtype, self.gradient)
+        reduced = _itemsize(plan.reduce_dtype, self.reduced)
+        gradient = _itemsize(plan.accumulate_dtype or plan.reduce_dtype, self.gradient)
         said = [f"{name.replace('_', '-')} {value}" for name in ("accumulate_dtype", "reduce_dtype")
                 if (value := getattr(plan, name)) is not None]
         master = self.master if plan.master_weights else 0
@@ -62,7 +62,7 @@ class Stored:
         return self.parameter + self.gradient + self.master + 2 * self.moment
 
 
-def itemsize(name: str | None, otherwise: int) -> int:
+def _itemsize(name: str | None, otherwise: int) -> int:
     """Bytes of a number in a format, by its name; None: as it is otherwise."""
     return otherwise if name is None else DTYPES[name].itemsize
 
