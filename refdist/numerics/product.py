@@ -26,7 +26,7 @@ __all__ = ["FormatProduct", "Product", "matmul", "matmul_for"]
 
 CHUNK = 16  # products between two roundings of an FP16 accumulator without a tensor core
 MMA_SYNC_K = 32  # the K of mma.sync with fp8
-ROWS = 512  # of 16 bits that are widened at a time, so that they come from the cache when BLAS reads them
+ROWS = 1024  # of 16 bits that are widened at a time, so that they come from the cache when BLAS reads them
 
 
 def matmul(

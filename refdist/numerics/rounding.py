@@ -39,19 +39,20 @@ __all__ = ["ROUNDINGS", "Nearest", "convert", "has_16_bits", "round_to", "store"
 
 ROUNDINGS = ("nearest", "zero", "stochastic")
 BLOCK = 32768  # elements: a handful of such blocks fit the second-level cache
+UNPACK_BLOCK = 131072  # of float16: unpacking takes no memory but its argument and its result
 SMALL = 4096  # elements that are looked up in a table more quickly than they are computed
 
 # Packing and unpacking float16. Operations with arrays for constants begin sooner than those with numbers.
-MAGNITUDE, EXPONENT = np.array(0x7FFFFFFF, np.uint32), np.array(0x7F800000, np.uint32)
+EXPONENT = np.array(0x7F800000, np.uint32)
 PACKS_TO_INFINITY = np.array(0x47800000, np.uint32)  # 2^16
 TO_MAGIC = np.array((13 << 23) + (1 << 11), np.uint32)  # from the bits of 2^e to those of M
-LOST_BITS, HALF_A_WORD = np.array(13, np.uint32), np.array(16, np.uint32)
-SIGN = np.array(0x8000, np.uint16)
+LOST_BITS = np.array(13, np.uint32)
+SIGN_BIT = np.array(15, np.uint16)
 UNPACK, UNPACKED = np.array(13, np.int32), np.array(-0x70002000, np.int32)  # leaves the sign and 5 + 10 bits
 BIASES_APART = np.array(2.0**112, np.float32)
 BIASES_APART_BITS, SIGN_OF_A_WORD = np.array(112 << 23, np.int32), np.array(-(1 << 31), np.int32)
 SMALLEST, SMALLEST_BITS = np.array(2.0**-14, np.float32), np.array(113 << 23, np.int32)  # normal number of float16
-SAMPLE = 61  # one number of so many says whether a block has many subnormal ones
+SAMPLE = 251  # one number of so many says whether a block has many subnormal ones
 FEW = 32  # one of so many; a vector instruction is slow if it meets one
 
 
@@ -184,7 +185,7 @@ def to_float32(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     elif x.size <= SMALL:
         np.take(_values("fp16"), x.view(np.uint16), out=result, mode="clip")
     else:
-        _copy_blocks(x.view(np.int16), result, _unpack_fp16_block)
+        _copy_blocks(x.view(np.int16), result, _unpack_fp16_block, size=UNPACK_BLOCK)
     return result
 
 
@@ -339,24 +340,23 @@ def _pack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
     126 · 2^10 + 2^11 is 2^17, nothing in 16 bits. A significand that rounds up to 2 carries into the exponent, and out of the
     largest exponent into infinity, as it should.
     """
-    raw = x.view(np.uint32)
-    magnitude = np.bitwise_and(raw, MAGNITUDE)
-    largest = np.maximum.reduce(magnitude, initial=0)
+    magnitude = np.abs(x)
+    bits = magnitude.view(np.uint32)
+    largest = np.maximum.reduce(bits, initial=0)
     if largest > PACKS_TO_INFINITY:
-        np.minimum(magnitude, PACKS_TO_INFINITY, out=magnitude)
-    scratch = np.bitwise_and(magnitude, EXPONENT)
+        np.minimum(bits, PACKS_TO_INFINITY, out=bits)
+    scratch = np.bitwise_and(bits, EXPONENT)
     np.maximum(scratch, _filled(scratch.size, scratch.dtype, 113 << 23), out=scratch)  # subnormals keep the exponent -14
     np.add(scratch, TO_MAGIC, out=scratch)
-    np.add(magnitude.view(np.float32), scratch.view(np.float32), out=magnitude.view(np.float32))
-    np.right_shift(magnitude, LOST_BITS, out=scratch)
-    np.add(scratch, magnitude, out=scratch)
+    np.add(magnitude, scratch.view(np.float32), out=magnitude)
+    np.right_shift(bits, LOST_BITS, out=scratch)
+    np.add(scratch, bits, out=scratch)
     np.copyto(dest, scratch, casting="unsafe")
-    np.right_shift(raw, HALF_A_WORD, out=scratch)
-    sign = scratch.astype(np.uint16)
-    np.bitwise_and(sign, SIGN, out=sign)
+    sign = np.signbit(x).astype(np.uint16)
+    np.left_shift(sign, SIGN_BIT, out=sign)
     np.bitwise_or(dest, sign, out=dest)
     if largest > EXPONENT:  # NaN keeps the top of its payload, as NumPy has it
-        payload = (raw >> LOST_BITS).astype(np.uint16) & np.uint16(0x3FF)
+        payload = (x.view(np.uint32) >> LOST_BITS).astype(np.uint16) & np.uint16(0x3FF)
         np.maximum(payload, np.uint16(1), out=payload)
         np.copyto(dest, payload | np.uint16(0x7C00) | sign, where=np.isnan(x))
 
@@ -376,15 +376,14 @@ def _unpack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
         _add_biases_apart(bits, dest)
     else:
         np.multiply(dest, BIASES_APART, out=dest)
-    if x.max(initial=0) >= 0x7C00 or patterns.max(initial=0) >= 0xFC00:
+    if np.maximum.reduce(x, initial=0) >= 0x7C00 or np.maximum.reduce(patterns, initial=0) >= 0xFC00:
         _look_up_block(patterns, dest, "fp16")
 
 
 def _has_many_subnormals(patterns: np.ndarray) -> bool:
     """Whether more than a few of some float16 are subnormal, judged by a sample; zeros are not."""
-    magnitude = patterns[::SAMPLE] & 0x7FFF
-    magnitude -= 1  # zero goes to the other end
-    return np.count_nonzero(magnitude < 0x3FF) * FEW > magnitude.size
+    sample = patterns[::SAMPLE]
+    return np.count_nonzero(_is_subnormal()[sample]) * FEW > sample.size
 
 
 def _add_biases_apart(bits: np.ndarray, dest: np.ndarray) -> None:
@@ -423,6 +422,13 @@ def _constants(dtype: Any, value: int) -> np.ndarray:
 def _filled(size: int, dtype: Any, value: int) -> np.ndarray:
     """An array of one value: NumPy's integer maximum of two arrays is three times as fast as that with a scalar."""
     return _constants(dtype, value)[:size] if size <= BLOCK else np.full(size, value, dtype)
+
+
+@functools.cache
+def _is_subnormal() -> np.ndarray:
+    """bool [2^16], for each pattern of float16."""
+    magnitude = np.arange(2**16) & 0x7FFF
+    return (magnitude > 0) & (magnitude < 0x400)
 
 
 @functools.cache
@@ -474,19 +480,19 @@ def _random_bits(
     return words
 
 
-def _copy_blocks(x: np.ndarray, out: np.ndarray, block: Any, *more: np.ndarray) -> None:
+def _copy_blocks(x: np.ndarray, out: np.ndarray, block: Any, *more: np.ndarray, size: int = BLOCK) -> None:
     """Run block(contiguous part of x, part of out, …) over arrays of one shape; x may be non-contiguous, or be out."""
     if out.flags.c_contiguous:
-        for parts in _parts(out.reshape(-1), x, *more):
+        for parts in _parts(out.reshape(-1), x, *more, size=size):
             block(parts[1], parts[0], *parts[2:])
     else:
         packed = np.empty(out.shape, out.dtype)
-        _copy_blocks(x, packed, block, *more)
+        _copy_blocks(x, packed, block, *more, size=size)
         np.copyto(out, packed)
 
 
-def _parts(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Contiguous one-dimensional parts, of BLOCK elements at most, of arrays of one size."""
+def _parts(*arrays: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Contiguous one-dimensional parts, of so many elements at most, of arrays of one size."""
     flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
-    for start in range(0, flat[0].size, BLOCK):
-        yield tuple(a[start : start + BLOCK] for a in flat)
+    for start in range(0, flat[0].size, size):
+        yield tuple(a[start : start + size] for a in flat)
