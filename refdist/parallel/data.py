@@ -53,13 +53,7 @@ class Storage(BaseStorage):
     """
 
     def _make_gradients(self) -> None:
-        like = next(iter(self.parameters.values()))
-        size = sum(array.size for array in self.parameters.values())
-        flat = self.device.empty(like, size, "gradient", self.accumulation)
-        end = 0
-        for name, array in self.parameters.items():
-            start, end = end, end + array.size
-            self.gradients[name] = flat[start:end].reshape(array.shape)
+        flat, self.gradients = self._lay_out(self.parameters, "gradient", self.accumulation)
         self._sums = self.gradients
         self._buckets = _cut_into_buckets(self.rows, flat, self.plan.bucket_bytes)
 

@@ -20,6 +20,7 @@ from refdist.model.layout import ParameterLayout
 from refdist.numerics.precision import DTYPES
 from refdist.numerics.rounding import has_16_bits, store
 from refdist.ops import add
+from refdist.parallel.flat import in_memory_order, lay_out
 from refdist.parallel.plan import Plan
 from refdist.parallel.stage import Piece
 
@@ -55,13 +56,14 @@ class BaseStorage:
         self.gradients: dict[str, np.ndarray] = {}
         self.masters: dict[str, np.ndarray] = {}
         self._sums: Mapping[str, np.ndarray] = {}  # where the micro-batches of a step are added up
+        self._owned: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._sum = sum_options(plan)
         self._remaining: dict[Piece, int] = {}
         self._untouched: set[str] = set()
         self._head: np.ndarray | None = None  # the head's use of a tied matrix, until the embedding's is complete
         self._make_parameters(params, dtype)
         if has_16_bits(dtype) and plan.master_weights:
-            self.masters = {name: device.copy(params[name][self.own(name)], "master", np.float32) for name in rows}
+            self.masters = self._copies({name: params[name][self.own(name)] for name in rows}, "master", np.dtype(np.float32))
         self._make_gradients()
 
     def own(self, name: str) -> slice:
@@ -69,11 +71,24 @@ class BaseStorage:
         return slice(None)
 
     def _make_parameters(self, params: Mapping[str, np.ndarray], dtype: np.dtype) -> None:
-        self.parameters = {name: self.device.copy(params[name], "parameter", dtype) for name in self.rows}
+        self.parameters = self._copies({name: params[name] for name in self.rows}, "parameter", dtype)
+
+    def _copies(self, arrays: Mapping[str, np.ndarray], category: str, dtype: np.dtype) -> dict[str, np.ndarray]:
+        """Copies on the device, one after the other in memory."""
+        copies = self._lay_out(arrays, category, dtype)[1]
+        for name, array in arrays.items():
+            store(array, copies[name])
+        return copies
+
+    def _lay_out(self, like: Mapping[str, np.ndarray], category: str,
+                 dtype: np.dtype) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A flat array of the device, and its parts, shaped like these arrays, by name in canonical order."""
+        shapes = {name: like[name].shape for name in in_memory_order(self.rows)}
+        flat, parts = lay_out(self.device, next(iter(like.values())), shapes, category, dtype)
+        return flat, {name: parts[name] for name in self.rows}
 
     def _make_gradients(self) -> None:
-        self._sums = {name: self.device.empty(whole, None, "gradient", self.accumulation)
-                      for name, whole in self.parameters.items()}
+        _, self._sums = self._lay_out(self.parameters, "gradient", self.accumulation)
         self.gradients = {name: whole[self.own(name)] for name, whole in self._sums.items()}
 
     def begin_step(self, micro_batches: int) -> None:
@@ -121,8 +136,10 @@ class BaseStorage:
 
     def owned(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Name -> (parameter, gradient): what this rank's optimizer updates, C-contiguous, possibly no rows; with 16 bits the
-        parameter is the master copy."""
-        return {name: (self.masters.get(name, self.shard(name)), self.gradients[name]) for name in self.rows}
+        parameter is the master copy. They are the same arrays in every step."""
+        if not self._owned:
+            self._owned = {name: (self.masters.get(name, self.shard(name)), self.gradients[name]) for name in self.rows}
+        return self._owned
 
     def updated(self) -> None:
         """The optimizer has changed what :meth:`owned` gave: the kernels' parameters follow."""

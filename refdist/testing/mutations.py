@@ -422,7 +422,7 @@ PRECISION = [
     Mutation("precision/weights_do_not_follow_their_masters", "precision", "O1", _BASE + "updated",
              "store(master, self.shard(name))", "pass"),
     Mutation("precision/masters_start_rounded", "precision", "O6", _BASE + "__init__",
-             "device.copy(params[name][self.own(name)],", "device.copy(self.shard(name),"),
+             "name: params[name][self.own(name)]", "name: self.shard(name)"),
     Mutation("precision/no_master_weights", "precision", "O6", _BASE + "__init__", "has_16_bits(dtype) and plan.master_weights",
              "False"),
     Mutation("precision/reduction_in_16_bits_whatever_the_plan_says", "precision", "O8", _BASE + "__init__",

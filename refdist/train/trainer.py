@@ -22,6 +22,7 @@ from refdist.numerics.loss_scale import LossScale, loss_scale_of
 from refdist.ops import accumulation_dtype
 from refdist.optim import AdamW, Optimizer, clip_scale
 from refdist.parallel.agreement import require_same
+from refdist.parallel.flat import in_memory_order, joined, lay_out, runs
 from refdist.parallel.plan import Plan
 from refdist.parallel.replica import Replica
 
@@ -44,6 +45,13 @@ class StepResult(NamedTuple):
     tokens: int
     skipped: bool = False
     loss_scale: float = 1.0
+
+
+class _Updates(NamedTuple):
+    """What storage has given to be updated; the same arrays joined: (parameter, gradient, state, dimensions of a parameter)."""
+
+    owned: dict[str, tuple[np.ndarray, np.ndarray]]
+    flat: list[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], int]]
 
 
 class Trainer:
@@ -96,9 +104,29 @@ class Trainer:
                      loss_scale=self.loss_scale and vars(self.loss_scale))
         self.optimizer = optimizer
         self.steps = 0
-        self.state = {name: tuple(self.device.zeros(parameter, None, "optimizer", accumulation_dtype(parameter))
-                                  for _ in optimizer.state_names)
-                      for name, (parameter, _) in self.replica.storage.owned().items()}
+        owned = self.replica.storage.owned()
+        placed = {name: owned[name][0] for name in in_memory_order(self.replica.storage.rows)}
+        moments = [self._moments(placed) for _ in optimizer.state_names]
+        self.state = {name: tuple(moment[name] for moment in moments) for name in owned}
+        self._updates = self._joined(owned)
+
+    def _moments(self, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Zeros shaped like these arrays, one after the other in memory, in at least float32."""
+        some = next(iter(like.values()))
+        flat, parts = lay_out(self.device, some, {name: array.shape for name, array in like.items()}, "optimizer",
+                              accumulation_dtype(some))
+        flat.fill(0)
+        return parts
+
+    def _joined(self, owned: dict[str, tuple[np.ndarray, np.ndarray]]) -> _Updates:
+        """What the optimizer updates: parameters that lie side by side, and decay alike, by one call."""
+        shapes = {name: self.replica.storage.rows[name].shape for name in owned}
+        arrays = {name: (*owned[name], *self.state[name]) for name in owned}
+        flat = []
+        for run in runs(arrays, lambda name: self.optimizer.decay(len(shapes[name]))):
+            parameter, gradient, *state = (joined(parts) for parts in zip(*(arrays[name] for name in run), strict=True))
+            flat.append((parameter, gradient, tuple(state), len(shapes[run[0]])))
+        return _Updates(owned, flat)
 
     def step(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None) -> StepResult:
         """Train on one global batch, which every rank passes whole.
@@ -131,9 +159,11 @@ class Trainer:
         scale = clip_scale(result.grad_norm, self.clip_norm) / result.loss_scale
         storage = self.replica.storage
         self.steps += 1
-        for name, (parameter, gradient) in storage.owned().items():
-            ndim = len(storage.rows[name].shape)
-            self.optimizer.update(parameter, gradient, self.state[name], self.steps, ndim, scale)
+        owned = storage.owned()
+        if owned is not self._updates.owned:  # a room of somebody else's may have other arrays in each step
+            self._updates = self._joined(owned)
+        for parameter, gradient, state, ndim in self._updates.flat:
+            self.optimizer.update(parameter, gradient, state, self.steps, ndim, scale)
         storage.updated()
 
     def dropout_seed(self, step: int) -> int:

@@ -36,12 +36,7 @@ class Storage(zero1.Storage):
     """Whole parameters, gradients by rows."""
 
     def _make_gradients(self) -> None:
-        like = next(iter(self.parameters.values()))
-        self.gradients = {}
-        for name, row in self.rows.items():
-            mine = self.own(name)
-            shape = (mine.stop - mine.start, *row.shape[1:])
-            self.gradients[name] = self.device.empty(like, shape, "gradient", self.accumulation)
+        _, self.gradients = self._lay_out({name: self.shard(name) for name in self.rows}, "gradient", self.accumulation)
 
     def begin_step(self, micro_batches: int) -> None:
         """Forget the gradients of the step before; so many micro-batches will follow."""

@@ -32,7 +32,7 @@ class Storage(zero2.Storage):
     """Everything by rows. ``parameters`` has the own rows; ``gathered`` the whole arrays that are here just now."""
 
     def _make_parameters(self, params: Mapping[str, np.ndarray], dtype: np.dtype) -> None:
-        self.parameters = {name: self.device.copy(params[name][self.own(name)], "parameter", dtype) for name in self.rows}
+        self.parameters = self._copies({name: params[name][self.own(name)] for name in self.rows}, "parameter", dtype)
         self.gathered: dict[str, np.ndarray] = {}
         self._gathering: dict[str, Work] = {}
         tied = EMBEDDING in self.rows and self.names("head") and len(self.names("head")) == 1

@@ -1,0 +1,71 @@
+"""Arrays that lie one after the other in memory, so that one pass can go over many small ones.
+
+    embedding ▇▇▇▇ layer 0: q ▇▇ k ▇ v ▇ o ▇▇ gate ▇▇▇ up ▇▇▇ down ▇▇▇ norms ▁▁ layer 1: q ▇▇ …
+
+Within a layer matrices come before vectors: optimizers decay the ones and not the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from refdist.device import Device
+from refdist.model.layout import ParameterLayout
+
+__all__ = ["in_memory_order", "joined", "lay_out", "runs"]
+
+
+def in_memory_order(rows: Mapping[str, ParameterLayout]) -> list[str]:
+    """The names of a layout table, layer by layer as in the table, matrices before vectors."""
+    layers = list(dict.fromkeys(row.layer for row in rows.values()))
+    return sorted(rows, key=lambda name: (layers.index(rows[name].layer), len(rows[name].shape) < 2))
+
+
+def lay_out(device: Device, like: np.ndarray, shapes: Mapping[str, tuple[int, ...]], category: str,
+            dtype: np.dtype) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """An uninitialised flat array, and the consecutive parts of it, by name and in these shapes."""
+    flat = device.empty(like, sum(map(math.prod, shapes.values())), category, dtype)
+    parts, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        parts[name] = flat[start:end].reshape(shape)
+    return flat, parts
+
+
+def runs(arrays: Mapping[str, Sequence[np.ndarray]], key: Callable[[str], Hashable]) -> Iterator[list[str]]:
+    """Cut names into runs of one key within which each of a name's arrays follows that of the name before in memory.
+
+    Names whose arrays are empty are left out: NumPy does not say where these lie.
+    """
+    run: list[str] = []
+    for name in sorted([name for name in arrays if arrays[name][0].size], key=lambda name: _address(arrays[name][0])):
+        if run and not (key(name) == key(run[0]) and all(map(_follows, arrays[name], arrays[run[-1]]))):
+            yield run
+            run = []
+        run.append(name)
+    if run:
+        yield run
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """One flat view of arrays of a run."""
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first.reshape(-1)
+    assert isinstance(first.base, np.ndarray)
+    start = (_address(first) - _address(first.base)) // first.itemsize
+    return first.base[start:start + sum(array.size for array in arrays)]
+
+
+def _follows(array: np.ndarray, before: np.ndarray) -> bool:
+    """Whether both are C-contiguous parts of one flat array, and the one begins where the other ends."""
+    base = array.base
+    return (isinstance(base, np.ndarray) and base is before.base and base.ndim == 1 and base.dtype == array.dtype == before.dtype
+            and array.flags.c_contiguous and before.flags.c_contiguous and _address(array) == _address(before) + before.nbytes)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
