@@ -338,7 +338,7 @@ def test_rotary_tables_are_in_float32(precision):
 
     def program(comm):
         _, context = rd.Trainer(config, rd.Plan(), comm, precision=precision, params=params).replica._context(9)
-        return context.cos.dtype, context.sin.dtype
+        return context.rotary.cos.dtype, context.rotary.sin.dtype
 
     assert rd.run(program, 1) == [(np.float32, np.float32)]
 

@@ -26,22 +26,22 @@ def turned(x, positions, frequencies):
 @pytest.mark.parametrize("positions", [np.array([0, 1, 7, 3, 500]), rng.integers(0, 99, size=(2, 5))])
 def test_forward_turns_planes(positions):
     x, frequencies = rng.normal(size=(2, 5, 3, 8)), ops.rotary_frequencies(8, 10000.0)
-    cos, sin = ops.rotary_tables(frequencies, positions, np.float64)
-    assert_close(ops.rotary(x, cos, sin), turned(x, positions, frequencies), 1e-13)
+    tables = ops.RotaryTables(frequencies, positions, np.float64)
+    assert_close(ops.rotary(x, tables), turned(x, positions, frequencies), 1e-13)
 
 
 def test_gradient_is_that_of_finite_differences():
     x, dy = rng.normal(size=(2, 3, 2, 4)), rng.normal(size=(2, 3, 2, 4))
-    tables = ops.rotary_tables(ops.rotary_frequencies(4, 100.0), np.array([1, 5, 2]), np.float64)
-    assert_close(ops.rotary_backward(dy, *tables), numeric_gradient(lambda x: np.sum(dy * ops.rotary(x, *tables)), x))
+    tables = ops.RotaryTables(ops.rotary_frequencies(4, 100.0), np.array([1, 5, 2]), np.float64)
+    assert_close(ops.rotary_backward(dy, tables), numeric_gradient(lambda x: np.sum(dy * ops.rotary(x, tables)), x))
 
 
 def test_scores_depend_on_distance_only():
     q, k, frequencies = rng.normal(size=(1, 1, 1, 16)), rng.normal(size=(1, 1, 1, 16)), ops.rotary_frequencies(16, 5e5)
 
     def score(i, j):
-        turn = [ops.rotary_tables(frequencies, np.array([p]), np.float64) for p in (i, j)]
-        return np.vdot(ops.rotary(q, *turn[0]), ops.rotary(k, *turn[1]))
+        turn = [ops.RotaryTables(frequencies, np.array([p]), np.float64) for p in (i, j)]
+        return np.vdot(ops.rotary(q, turn[0]), ops.rotary(k, turn[1]))
 
     assert score(11, 4) == pytest.approx(score(1007, 1000), abs=1e-11)
 

@@ -216,8 +216,7 @@ class _Batch(NamedTuple):
     """What the layers of one micro-batch share."""
 
     ids: np.ndarray  # [rows, seq]
-    cos: np.ndarray  # rotary tables [seq, 1, head_dim / 2]
-    sin: np.ndarray
+    rotary: ops.RotaryTables
     mask: ops.AttentionMask
     dropout: Dropout | None
 
@@ -233,12 +232,12 @@ class _Batch(NamedTuple):
     ) -> _Batch:
         positions = np.arange(ids.shape[1])
         frequencies = ops.rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = ops.rotary_tables(frequencies, positions, params[EMBEDDING].dtype)
+        rotary = ops.RotaryTables(frequencies, positions, params[EMBEDDING].dtype)
         own = None if segments is None else segments[rows]
         dropout = None
         if dropout_seed is not None:
             dropout = Dropout(config, dropout_seed, np.asarray(rows), ids.shape[1], positions)
-        return cls(ids[rows], cos, sin, ops.AttentionMask(positions, positions, own, own), dropout)
+        return cls(ids[rows], rotary, ops.AttentionMask(positions, positions, own, own), dropout)
 
     def attention_dropout(self, layer: int) -> Any:
         """The factors of the attention weights of a layer, tile by tile; None: no dropout."""
@@ -335,7 +334,7 @@ def _block(config: ModelConfig, w: _Layer, x: np.ndarray, batch: _Batch) -> tupl
     """One layer: x [rows, seq, hidden] -> y like x."""
     n, r = w.norm("input_layernorm", x, config.rms_norm_eps)
     q, k, v = (_heads(config, w.linear(f"self_attn.{name}_proj", n)) for name in "qkv")
-    q, k = ops.rotary(q, batch.cos, batch.sin), ops.rotary(k, batch.cos, batch.sin)
+    q, k = ops.rotary(q, batch.rotary), ops.rotary(k, batch.rotary)
     attended, lse = ops.attention(q, k, v, batch.mask, batch.attention_dropout(w.layer))
     middle = ops.add(batch.drop(w.layer, "attention", w.linear("self_attn.o_proj", _merged(attended))), x)
 
@@ -360,7 +359,7 @@ def _block_backward(config: ModelConfig, w: _Layer, dy: np.ndarray, saved: _Save
     dattended = _heads(config, w.linear_backward(_merged(attended), {"self_attn.o_proj": doutput}))
     dropout = batch.attention_dropout(w.layer)
     dq, dk, dv = ops.attention_backward(dattended, q, k, v, attended, lse, batch.mask, dropout)
-    dq, dk = ops.rotary_backward(dq, batch.cos, batch.sin), ops.rotary_backward(dk, batch.cos, batch.sin)
+    dq, dk = ops.rotary_backward(dq, batch.rotary), ops.rotary_backward(dk, batch.rotary)
     n = w.norm_again("input_layernorm", x, r)
     dn = w.linear_backward(n, {f"self_attn.{name}_proj": _merged(d) for name, d in zip("qkv", (dq, dk, dv), strict=True)})
     return w.norm_backward("input_layernorm", dn, x, r, dmiddle)

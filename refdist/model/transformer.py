@@ -69,7 +69,7 @@ class Context:
 
     Attributes:
         device: runs the kernels.
-        cos, sin: rotary tables of the positions that this rank holds.
+        rotary: tables of the positions that this rank holds.
         tensor: where activations enter and leave layers that tensor parallelism has cut.
         attention: attention over the sequence, of which this rank may hold a part.
         dropout: the masks of this micro-batch; None: nothing is dropped.
@@ -77,8 +77,7 @@ class Context:
     """
 
     device: Device
-    cos: np.ndarray  # [seq, 1, head_dim / 2]
-    sin: np.ndarray
+    rotary: ops.RotaryTables
     tensor: TensorAxis
     attention: SequenceAttention
     dropout: Dropout | None = None
@@ -101,10 +100,10 @@ class Context:
         Without `tensor` and `attention` this rank holds whole layers and all positions.
         """
         frequencies = ops.rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = ops.rotary_tables(frequencies, positions, np.promote_types(dtype, np.float32))
+        rotary = ops.RotaryTables(frequencies, positions, np.promote_types(dtype, np.float32))
         if attention is None:
             attention = LocalAttention(device, ops.AttentionMask(positions, positions, segment_ids, segment_ids))
-        return cls(device, cos, sin, tensor or WholeTensor(device, config.vocab_size), attention, dropout, dtype)
+        return cls(device, rotary, tensor or WholeTensor(device, config.vocab_size), attention, dropout, dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ embedding
@@ -152,7 +151,7 @@ def block_forward(
     n = tensor.enter(n).wait()
     q, k, v = (_heads(w.linear(f"self_attn.{name}_proj", n), config) for name in "qkv")
     kept_n = tensor.keep(n)
-    q, k = (call(ops.rotary, x, context.cos, context.sin, out=x) for x in (q, k))
+    q, k = (call(ops.rotary, x, context.rotary, out=x) for x in (q, k))
     attended, attention = context.attention.forward(q, k, v, w.attention_dropout())
     middle = call(ops.add, w.dropout("attention", w.row_linear("self_attn.o_proj", _merged(attended)), in_place=True), x)
     # y = middle + down(swiglu(gate(n), up(n)))                                              n = post_attention_layernorm
@@ -194,7 +193,7 @@ def block_backward(
     assert attended is not None
     w.linear_weight_grad("self_attn.o_proj", dmiddle_whole, _merged(attended))
     dq, dk, dv = context.attention.backward(_heads(dattended, config), attention, w.attention_dropout())
-    dq, dk = (call(ops.rotary_backward, d, context.cos, context.sin, out=d) for d in (dq, dk))
+    dq, dk = (call(ops.rotary_backward, d, context.rotary, out=d) for d in (dq, dk))
     dq, dk, dv = _merged(dq), _merged(dk), _merged(dv)
     dn = w.input_grad({"self_attn.q_proj": dq, "self_attn.k_proj": dk, "self_attn.v_proj": dv})
     summing = tensor.enter_backward(dn)  # while the weight gradients are computed

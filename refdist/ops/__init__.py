@@ -7,12 +7,13 @@ from .embedding import embedding, embedding_weight_grad
 from .kernel import accumulation_dtype, empty_like, in_two_steps, kernel, row_blocks, working
 from .linear import add, add_bias, linear, linear_bias_grad, linear_input_grad, linear_weight_grad
 from .norm import rms_norm, rms_norm_again, rms_norm_backward
-from .rotary import rotary, rotary_backward, rotary_frequencies, rotary_tables
+from .rotary import RotaryTables, rotary, rotary_backward, rotary_frequencies
 from .swiglu import swiglu, swiglu_backward
 
 __all__ = [
     "IGNORED",
     "AttentionMask",
+    "RotaryTables",
     "accumulation_dtype",
     "add",
     "add_bias",
@@ -37,7 +38,6 @@ __all__ = [
     "rotary",
     "rotary_backward",
     "rotary_frequencies",
-    "rotary_tables",
     "row_blocks",
     "swiglu",
     "swiglu_backward",

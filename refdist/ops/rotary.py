@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .kernel import accumulation_dtype, empty_like, kernel, row_blocks
 
-__all__ = ["rotary", "rotary_backward", "rotary_frequencies", "rotary_tables"]
+__all__ = ["RotaryTables", "rotary", "rotary_backward", "rotary_frequencies"]
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -41,63 +42,84 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] |
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
-def rotary_tables(frequencies: np.ndarray, positions: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [..., seq, 1, head_dim / 2] for integer positions [seq] or [batch, seq], computed in float64."""
-    angles = positions[..., None, None] * frequencies
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+class RotaryTables:
+    """cos and sin of the angles at some positions, worked out in float64, and remembered in the shape in which kernels want them.
+
+    Args:
+        frequencies: of `rotary_frequencies`.
+        positions: integers [seq] or [batch, seq].
+        dtype: of the tables.
+
+    Attributes:
+        cos, sin: [..., seq, 1, head_dim / 2].
+    """
+
+    def __init__(self, frequencies: np.ndarray, positions: np.ndarray, dtype: Any) -> None:
+        angles = positions[..., None, None] * frequencies
+        self.cos, self.sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+        self._as_wide_as_rows: dict[Any, np.ndarray] = {}
+
+    def as_wide_as_rows(self, heads: int, dtype: np.dtype) -> np.ndarray:
+        """Factors of x and of its swapped halves, [2, 1 or batch, seq · heads · head_dim], so that products run along memory."""
+        tables = self._as_wide_as_rows.get((heads, dtype))
+        if tables is None:
+            rows, (length, _, half) = math.prod(self.cos.shape[:-3]), self.cos.shape[-3:]
+            tables = np.empty((2, rows, length, heads, 2, half), dtype)
+            tables[0] = self.cos[..., None, :]
+            tables[1, ..., 0, :], tables[1, ..., 1, :] = -self.sin, self.sin
+            tables = self._as_wide_as_rows[heads, dtype] = tables.reshape(2, rows, length * heads * 2 * half)
+        return tables
 
 
 @kernel()
 def rotary(
     x: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
+    tables: RotaryTables,
     *,
     out: np.ndarray | None = None,
     empty: Callable[..., np.ndarray] = empty_like,
 ) -> np.ndarray:
-    """Turn queries or keys: x [batch, seq, heads, head_dim], tables from `rotary_tables` -> y like x.
+    """Turn queries or keys: x [batch, seq, heads, head_dim], tables of its positions -> y like x.
 
     Args:
         out: where to write y, C-contiguous; it may be x.
     """
-    y = empty(x) if out is None else out
-    half, width = x.shape[-1] // 2, math.prod(x.shape[1:])
-    wide_cos, wide_sin = _as_wide_as_rows(x, cos, sin)
-    own = (wide_cos, wide_sin) if cos.ndim == 4 else ()
-    for xs, *of_rows, ys, swapped in row_blocks(x.reshape(len(x), width), *own, out=(y.reshape(len(x), width),), scratch=1):
-        before, after = _halves(xs, half), _halves(swapped, half)
-        after[:, ::2], after[:, 1::2] = before[:, 1::2], before[:, ::2]
-        c, s = of_rows or (wide_cos, wide_sin)
-        swapped *= s
-        np.multiply(xs, c, out=ys)
-        ys += swapped
-    return y
+    return _turn(x, tables, empty(x) if out is None else out, np.add)
 
 
 @kernel()
 def rotary_backward(
     dy: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
+    tables: RotaryTables,
     *,
     out: np.ndarray | None = None,
     empty: Callable[..., np.ndarray] = empty_like,
 ) -> np.ndarray:
     """dx [batch, seq, heads, head_dim]: dy turned back; out may be dy."""
-    return rotary(dy, cos, -sin, out=out, empty=empty)
+    return _turn(dy, tables, empty(dy) if out is None else out, np.subtract)
 
 
-def _as_wide_as_rows(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """The factors of x and of its swapped halves, [2, 1 or batch, seq · heads · head_dim], so that products run along memory."""
-    dtype, half = accumulation_dtype(x), x.shape[-1] // 2
-    tables = empty_like(x, (2, math.prod(cos.shape[:-3]), *x.shape[1:]), dtype)
-    cos, sin, opposite = (_halves(np.ascontiguousarray(table, dtype), half) for table in (cos, sin, -sin))  # [..., seq, 1, 1]
-    halves = _halves(tables, half)  # [2, 1 or batch, seq, heads, 2]
-    halves[0], halves[1, ..., :1], halves[1, ..., 1:] = cos, opposite, sin
-    return tables.reshape(2, tables.shape[1], math.prod(x.shape[1:]))
+def _turn(x: np.ndarray, tables: RotaryTables, y: np.ndarray, combine: np.ufunc) -> np.ndarray:
+    """y = x · cos ± swapped x · sin."""
+    half, shape = x.shape[-1] // 2, (len(x), math.prod(x.shape[1:]))
+    cos, sin = tables.as_wide_as_rows(x.shape[2], accumulation_dtype(x))  # [1 or batch, width]
+    own = (cos, sin) if len(cos) > 1 else ()
+    for xs, *of_rows, ys, swapped in row_blocks(x.reshape(shape), *own, out=(y.reshape(shape),), scratch=1):
+        before, after = _halves(xs, half), _halves(swapped, half)
+        after[:, ::2], after[:, 1::2] = before[:, 1::2], before[:, ::2]
+        c, s = of_rows or (cos, sin)
+        swapped *= s
+        np.multiply(xs, c, out=ys)
+        combine(ys, swapped, out=ys)
+    return y
 
 
 def _halves(x: np.ndarray, half: int) -> np.ndarray:
     """[..., n · half] seen as [..., n] halves of heads, which NumPy copies each in one piece."""
-    return np.ascontiguousarray(x).view(np.dtype((np.void, half * x.itemsize)))
+    return np.ascontiguousarray(x).view(_piece(half * x.itemsize))
+
+
+@lru_cache(maxsize=64)
+def _piece(nbytes: int) -> np.dtype:
+    """An item of so many bytes, which are nothing but bytes."""
+    return np.dtype((np.void, nbytes))

@@ -266,9 +266,9 @@ PIPELINE = [
     Mutation("pipeline/layers_are_numbered_from_zero_on_each_stage", "pp", "P9", _PIPELINE + "stages:pieces_of_places",
              "list(range(layer, layer + count))", "list(range(count))"),
     Mutation("pipeline/received_into_memory_that_backward_needs", "pp", "", _EXECUTOR + "_receive",
-             "x = self.device.empty(context.cos, shape, dtype=context.dtype)",
+             "x = self.device.empty(context.rotary.cos, shape, dtype=context.dtype)",
              "x = self.__dict__.setdefault(f'buffer {message.what} {len(batch.ids)}',\n"
-             "                                  self.device.empty(context.cos, shape, dtype=context.dtype))"),
+             "                                  self.device.empty(context.rotary.cos, shape, dtype=context.dtype))"),
     Mutation("pipeline/warm_up_longer_than_the_batch", "pp", "H2", _PIPELINE + "schedules.one_f_one_b:one_f_one_b",
              "min(stages - stage - 1, micro_batches)", "stages - stage - 1"),
     Mutation("pipeline/recomputed_groups_span_chunks", "pp", "", "refdist.parallel.stage:Stage.forward",

@@ -217,7 +217,7 @@ class Executor:
     def _receive(self, message: Message) -> None:
         batch = self._batches[message.micro_batch]
         context, shape = batch.context, (len(batch.ids), *self._shape)
-        x = self.device.empty(context.cos, shape, dtype=context.dtype)  # its own memory, for as long as backward needs it
+        x = self.device.empty(context.rotary.cos, shape, dtype=context.dtype)  # its own memory, for as long as backward needs it
         drive(self.comm.transport, _receiving(self._call(message), x, message.peer))
         self._waiting[message.what, message.micro_batch, message.target] = x
 
