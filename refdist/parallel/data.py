@@ -66,15 +66,18 @@ class Storage(BaseStorage):
         if self._head is not None and "embed" in bucket.pieces:
             add(self.gradients[EMBEDDING], self._head)
             self._head = None
+        if self.replicas.size == 1:
+            return
         label = f"all-reduce of {', '.join(map(str, bucket.pieces))}"
-        sent = bucket.flat if self.replicas.size == 1 else self._travelling(bucket.flat)
+        sent = self._travelling(bucket.flat)
         bucket.work = self.replicas.start("all_reduce", sent, out=sent, label=label, **self._sum)
 
     def reduce(self) -> None:
         """Wait until the gradients have been summed over the ranks: called once, after the last micro-batch."""
         self.require_complete()
         for bucket in self._buckets:
-            assert bucket.work is not None
+            if bucket.work is None:  # there are no other ranks
+                continue
             total = bucket.work.wait()
             if total.dtype != bucket.flat.dtype:
                 store(total, bucket.flat)

@@ -144,7 +144,7 @@ class Replica:
         counting = {name for name in owned if counted(self.rows[name], rank)}
         mine = exact_squares(own_part(owned[name][1], replicas) for name in owned if name in counting)
         mine[-1] += sum(not np.isfinite(owned[name][1]).all() for name in owned if name not in counting)
-        return exact_value(self.mesh.comm.all_reduce(mine))
+        return exact_value(self.mesh.comm.all_reduce(mine) if self.mesh.comm.size > 1 else mine)
 
     def gather(self, shards: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Whole arrays of the whole model from arrays laid out like those of ``storage.owned()``, such as optimizer state;
@@ -199,5 +199,7 @@ class Replica:
     def _sum(self, value: float) -> float:
         """The sum of one number over the ranks that cut the batch, in float64: within each shard group, then over the groups."""
         group = self.mesh.axis(*(["cp"] if self.plan.cp > 1 else []), "fsdp", "dp")
+        if group.size == 1:
+            return value
         values = group.all_gather(np.array([value], np.float64), lengths=[1] * group.size)  # [dp · fsdp · cp]
         return sum(sum(part) for part in values.reshape(-1, self.plan.fsdp * self.plan.cp).tolist())

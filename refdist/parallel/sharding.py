@@ -52,6 +52,8 @@ def shard(rows: Rows, params: Mapping[str, np.ndarray], tp: int, rank: int) -> d
 
 def own_part(array: np.ndarray, comm: Comm) -> np.ndarray:
     """The rows that are this rank's when all ranks of a group share those of an array [rows, …], as a view."""
+    if comm.size == 1:
+        return array
     cuts = bounds(len(array), comm.size)
     return array[cuts[comm.rank]:cuts[comm.rank + 1]]
 
@@ -95,8 +97,10 @@ def sum_partial(rows: Rows, gradients: Mapping[str, np.ndarray], comm: Comm, cop
         copies: the neighbours that hold the same KV heads.
     """
     for group, cut in ((comm, False), (copies, True)):
+        if group.size == 1:
+            continue
         names = [name for name in gradients if "tp" in rows[name].partial and ("tp" in rows[name].shards) == cut]
-        if group.size == 1 or not names:
+        if not names:
             continue
         flat = np.concatenate([gradients[name].reshape(-1) for name in names])
         group.all_reduce(flat, out=flat)
