@@ -40,12 +40,15 @@ def runs(arrays: Mapping[str, Sequence[np.ndarray]], key: Callable[[str], Hashab
 
     Names whose arrays are empty are left out: NumPy does not say where these lie.
     """
+    starts = {name: [_address(array) for array in arrays[name]] for name in arrays if arrays[name][0].size}
     run: list[str] = []
-    for name in sorted([name for name in arrays if arrays[name][0].size], key=lambda name: _address(arrays[name][0])):
-        if run and not (key(name) == key(run[0]) and all(map(_follows, arrays[name], arrays[run[-1]]))):
+    ends: list[int] = []
+    for name in sorted(starts, key=lambda name: starts[name][0]):
+        if run and not (key(name) == key(run[0]) and starts[name] == ends and all(map(_of_one, arrays[name], arrays[run[0]]))):
             yield run
             run = []
         run.append(name)
+        ends = [start + array.nbytes for start, array in zip(starts[name], arrays[name], strict=True)]
     if run:
         yield run
 
@@ -60,11 +63,11 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return first.base[start:start + sum(array.size for array in arrays)]
 
 
-def _follows(array: np.ndarray, before: np.ndarray) -> bool:
-    """Whether both are C-contiguous parts of one flat array, and the one begins where the other ends."""
+def _of_one(array: np.ndarray, other: np.ndarray) -> bool:
+    """Whether both are C-contiguous parts of one flat array."""
     base = array.base
-    return (isinstance(base, np.ndarray) and base is before.base and base.ndim == 1 and base.dtype == array.dtype == before.dtype
-            and array.flags.c_contiguous and before.flags.c_contiguous and _address(array) == _address(before) + before.nbytes)
+    return (isinstance(base, np.ndarray) and base is other.base and base.ndim == 1 and base.dtype == array.dtype == other.dtype
+            and array.flags.c_contiguous and other.flags.c_contiguous)
 
 
 def _address(array: np.ndarray) -> int:

@@ -10,6 +10,7 @@ this rank's parts, and it needs to know nothing of tp.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -65,20 +66,27 @@ def unshard(rows: Rows, parts: Mapping[str, np.ndarray], comm: Comm) -> dict[str
         rows: the table of the whole parameters.
         parts: of the names that are wanted.
     """
-    whole = {}
-    for name, part in parts.items():
-        row = rows[name]
-        if comm.size == 1 or "tp" not in row.shards:
-            whole[name] = part
-            continue
-        dimension = row.shards["tp"]
-        ends = [box(row, comm.size, rank)[dimension] for rank in range(comm.size)]
-        gathered = comm.all_gather(part, axis=dimension, lengths=[end.stop - end.start for end in ends])
-        if row.copies > 1:  # of which the first of each group of neighbours counts
-            pieces = np.split(gathered, np.cumsum([end.stop - end.start for end in ends])[:-1], dimension)
-            gathered = np.concatenate(pieces[::row.copies], dimension)
-        whole[name] = gathered
+    whole = dict(parts)
+    cut = [name for name in parts if comm.size > 1 and "tp" in rows[name].shards]
+    for layer in dict.fromkeys(rows[name].layer for name in cut):
+        whole.update(_gathered(rows, {name: parts[name] for name in cut if rows[name].layer == layer}, comm))
     return whole
+
+
+def _gathered(rows: Rows, parts: Mapping[str, np.ndarray], comm: Comm) -> dict[str, np.ndarray]:
+    """Whole arrays from each rank's parts, which are of one dtype and travel as one message."""
+    shapes = [[tuple(part.stop - part.start for part in box(rows[name], comm.size, rank)) for name in parts]
+              for rank in range(comm.size)]
+    mine = np.concatenate([part.reshape(-1) for part in parts.values()])
+    gathered = comm.all_gather(mine, lengths=[sum(map(math.prod, of_rank)) for of_rank in shapes])
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+    end = 0
+    for of_rank in shapes:
+        for name, shape in zip(parts, of_rank, strict=True):
+            start, end = end, end + math.prod(shape)
+            pieces[name].append(gathered[start:end].reshape(shape))
+    # of neighbours with the same part the first counts
+    return {name: np.concatenate(of_ranks[::rows[name].copies], rows[name].shards["tp"]) for name, of_ranks in pieces.items()}
 
 
 def counted(row: ParameterLayout, rank: int) -> bool:
