@@ -67,18 +67,28 @@ def test_every_pattern_stands_for_its_number(name):
     np.testing.assert_array_equal(round_to(x, "fp32").view(np.uint32), widened(x).view(np.uint32))
 
 
-@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("copies", [1, 3])
-def test_every_finite_fp16_is_widened_by_arithmetic_too(copies, many, monkeypatch):
-    """Without infinities and NaN no block needs the table, whether it is taken for one with many subnormals or not."""
+def test_every_finite_fp16_is_widened_by_arithmetic(copies, monkeypatch):
+    """Without infinities and NaN no block needs the table, on a processor that is fast with subnormal numbers."""
     x = patterns("fp16")
     x = np.repeat(x[np.isfinite(x)], copies)
     monkeypatch.setattr(rounding, "_look_up_block", None)
-    monkeypatch.setattr(rounding, "_has_many_subnormals", lambda patterns: many)
+    monkeypatch.setattr(rounding, "_subnormals_are_slow", lambda: False)
     got = to_float32(x)
     np.testing.assert_array_equal(got.view(np.uint32), widened(x).view(np.uint32))
     turned = to_float32(x[: 3 * 5000].reshape(3, 5000).T)
     np.testing.assert_array_equal(turned.view(np.uint32), widened(x[: 3 * 5000].reshape(3, 5000).T).view(np.uint32))
+
+
+def test_blocks_with_many_subnormals_are_looked_up_where_the_processor_is_slow_with_them(monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(rounding, "_subnormals_are_slow", lambda: True)
+    monkeypatch.setattr(rounding, "_look_up_block",
+                        lambda x, dest, name, look_up=rounding._look_up_block: (looked_up.append(x.size), look_up(x, dest, name)))
+    small = np.tile(np.float16([2.0**-24, -(2.0**-15), 0.0, -0.0]), 5000)
+    for x in (small, np.where(np.arange(small.size) % 3, np.float16(1.5), np.float16(-0.0))):
+        np.testing.assert_array_equal(to_float32(x).view(np.uint32), widened(x).view(np.uint32))
+    assert looked_up == [small.size]
 
 
 @pytest.mark.parametrize(("part", "many"), [(0.0, False), (0.001, False), (0.1, True), (1.0, True)])

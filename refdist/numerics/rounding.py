@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,10 +51,8 @@ LOST_BITS = np.array(13, np.uint32)
 SIGN_BIT = np.array(15, np.uint16)
 UNPACK, UNPACKED = np.array(13, np.int32), np.array(-0x70002000, np.int32)  # leaves the sign and 5 + 10 bits
 BIASES_APART = np.array(2.0**112, np.float32)
-BIASES_APART_BITS, SIGN_OF_A_WORD = np.array(112 << 23, np.int32), np.array(-(1 << 31), np.int32)
-SMALLEST, SMALLEST_BITS = np.array(2.0**-14, np.float32), np.array(113 << 23, np.int32)  # normal number of float16
 SAMPLE = 251  # one number of so many says whether a block has many subnormal ones
-FEW = 32  # one of so many; a vector instruction is slow if it meets one
+FEW = 64  # one of so many; a vector instruction is slow if it meets one
 
 
 class Word(NamedTuple):
@@ -183,7 +182,7 @@ def to_float32(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     if own.name != "fp16":
         _copy_blocks(x.view(np.uint8), result, functools.partial(_look_up_block, name=own.name))
     elif x.size <= SMALL:
-        np.take(_values("fp16"), x.view(np.uint16), out=result, mode="clip")
+        np.take(_values("fp16"), x.view(np.uint16), out=result, mode="wrap")
     else:
         _copy_blocks(x.view(np.int16), result, _unpack_fp16_block, size=UNPACK_BLOCK)
     return result
@@ -365,17 +364,17 @@ def _unpack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
     """The bits of float16, as int16 -> float32: exactly, and no slower where they are subnormal.
 
     Exponent and fraction, moved to where float32 has them, are the number · 2^(15 − 127), which a multiplication by 2^112 puts
-    right for subnormals too; but the processor is slow at these, so where they are many the exponents are added to instead.
-    Only infinities and NaN come out wrong, as numbers of 2^16 and more, and are looked up.
+    right for subnormals too; but some processors are slow at these, so where they are many all are looked up in a table. Only
+    infinities and NaN come out wrong, as numbers of 2^16 and more, and are looked up as well.
     """
     bits, patterns = dest.view(np.int32), x.view(np.uint16)
+    if _subnormals_are_slow() and _has_many_subnormals(patterns):
+        _look_up_block(patterns, dest, "fp16")
+        return
     np.copyto(bits, x)  # with copies of the sign above it
     np.left_shift(bits, UNPACK, out=bits)
     np.bitwise_and(bits, UNPACKED, out=bits)
-    if _has_many_subnormals(patterns):
-        _add_biases_apart(bits, dest)
-    else:
-        np.multiply(dest, BIASES_APART, out=dest)
+    np.multiply(dest, BIASES_APART, out=dest)
     if np.maximum.reduce(x, initial=0) >= 0x7C00 or np.maximum.reduce(patterns, initial=0) >= 0xFC00:
         _look_up_block(patterns, dest, "fp16")
 
@@ -386,30 +385,15 @@ def _has_many_subnormals(patterns: np.ndarray) -> bool:
     return np.count_nonzero(_is_subnormal()[sample]) * FEW > sample.size
 
 
-def _add_biases_apart(bits: np.ndarray, dest: np.ndarray) -> None:
-    """The multiplication by 2^112 of float32 with exponents of float16, in place, without subnormal float32.
-
-    Adding 112 to the exponent field makes ±2^−15 (1 + f) of a subnormal ±2^−14 f: y of 2 y ∓ 2^−14. So y − (±2^−14) is added
-    where |y| is below 2^−14, and the same with y held there, which is 0, elsewhere.
-    """
-    np.add(bits, BIASES_APART_BITS, out=bits)
-    sign = np.bitwise_and(bits, SIGN_OF_A_WORD)
-    held = np.minimum(dest, SMALLEST)
-    np.maximum(held, -SMALLEST, out=held)
-    held -= np.bitwise_or(sign, SMALLEST_BITS).view(np.float32)
-    dest += held
-    np.bitwise_or(bits, sign, out=bits)  # of -0
-
-
 def _look_up_block(x: np.ndarray, dest: np.ndarray, name: str) -> None:
-    np.take(_values(name), x, out=dest, mode="clip")
+    np.take(_values(name), x, out=dest, mode="wrap")
 
 
 def _pack_fp8_block(x: np.ndarray, dest: np.ndarray, name: str) -> None:
     """float32 that holds numbers of the format -> its bits, by way of float16, which contains both formats."""
     half = np.empty(x.shape, np.uint16)
     _pack_fp16_block(x, half)
-    np.take(_fp8_patterns(name), half, out=dest, mode="clip")
+    np.take(_fp8_patterns(name), half, out=dest, mode="wrap")
 
 
 @functools.cache
@@ -422,6 +406,21 @@ def _constants(dtype: Any, value: int) -> np.ndarray:
 def _filled(size: int, dtype: Any, value: int) -> np.ndarray:
     """An array of one value: NumPy's integer maximum of two arrays is three times as fast as that with a scalar."""
     return _constants(dtype, value)[:size] if size <= BLOCK else np.full(size, value, dtype)
+
+
+@functools.cache
+def _subnormals_are_slow() -> bool:
+    """Whether this processor takes longer over products of subnormal float32: tried once, in less than a millisecond."""
+    out = np.empty(SMALL, np.float32)
+    best = []
+    for value in (2.0**-120, 2.0**-140):
+        x, times = np.full(SMALL, value, np.float32), []
+        for _ in range(5):
+            start = time.perf_counter()
+            np.multiply(x, BIASES_APART, out=out)
+            times.append(time.perf_counter() - start)
+        best.append(min(times))
+    return best[1] > 2 * best[0]
 
 
 @functools.cache
