@@ -213,6 +213,8 @@ def test_mpirun_needs_no_home() -> None:
     ("show all-reduce --alg ring", "unknown option --alg (perhaps --algorithm)"),
     ("check dp=2", "unexpected argument 'dp=2' (perhaps --dp)"),
     ("check --in-process --mutate 45", "--mutate 45: expected a name, or 4 digits of a hash or more"),
+    ("show attention --method ulysses --ulysses 2", "--ulysses 2 is for other methods: with --method ulysses all 4 ranks"),
+    ("check --in-process --cp 4 --cp-method ulysses --cp-ulysses 2", "--cp-ulysses 2 is for other methods"),
     ("check --in-process --zero 3", "--zero 3 shares out what --fsdp ranks hold in common: expected --fsdp 2 or more"),
     ("show memory --stored lecture", "--stored is for paper: what is run stores what --precision and the plan say"),
     ("show hardware --from k40:fp32 --to b200:fp32 --sparse", "sparsity is of matrix units: not in fp32")])

@@ -74,7 +74,15 @@ def make_plan(args: argparse.Namespace) -> rd.Plan:
     plan = rd.Plan(**{**PLANS.get(args.preset, {}), **given(rd.Plan, args)})
     if hasattr(args, "zero") and plan.fsdp == 1:
         raise rd.PlanError(f"--zero {plan.zero} shares out what --fsdp ranks hold in common: expected --fsdp 2 or more")
+    if hasattr(args, "cp_ulysses"):
+        refuse_groups("--cp-ulysses", plan.cp_ulysses, "--cp-method", plan.cp_method, plan.cp)
     return plan
+
+
+def refuse_groups(option: str, ulysses: int, method_option: str, method: str, cp: int) -> None:
+    """PlanError for groups that exchange heads where all context-parallel ranks do so."""
+    if method == "ulysses" and ulysses not in (1, cp):
+        raise rd.PlanError(f"{option} {ulysses} is for other methods: with {method_option} ulysses all {cp} ranks exchange heads")
 
 
 def make_config(args: argparse.Namespace, on_paper: bool = False) -> rd.ModelConfig:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import refdist as rd
 from refdist.aside import write_aside
+from refdist.cli.job import refuse_groups
 from refdist.cli.options import output_file, positive
 from refdist.parallel.context import LAYOUTS, METHODS
 from refdist.parallel.context.tracing import AttentionTrace, trace
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Run the attention on a few ranks in this process."""
+    refuse_groups("--ulysses", args.ulysses, "--method", args.method, args.cp)
     picture = trace(args.cp, args.method, args.layout, args.ulysses, args.seq, args.heads, args.kv_heads)
     return Job(picture, args.svg, args.json)
 
