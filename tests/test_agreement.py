@@ -48,6 +48,17 @@ def test_what_differs_is_named(name):
         rd.run(lambda comm: train(comm, **OTHERS[name]), 2)
 
 
+def test_parameters_differ_wherever_they_do_and_zeros_of_either_sign_are_equal():
+    zeros = {name: np.zeros_like(array) for name, array in PARAMS.items()}
+    some = {**zeros, "model.norm.weight": np.where(np.arange(len(PARAMS["model.norm.weight"])) == 5, 1.0, 0.0)}
+    with pytest.raises(ConfigError, match="ranks 0 and 1 have been given different parameters"):
+        rd.run(lambda comm: train(comm, params=some) if comm.rank else train(comm), 2)
+    rd.run(lambda comm: rd.Trainer(CONFIG, rd.Plan(tp=2), comm, params={name: -array if comm.rank else array
+                                                                        for name, array in zeros.items()}), 2)
+    with pytest.raises(ConfigError, match="ranks 0 and 1 have been given different parameters"):
+        rd.run(lambda comm: rd.Trainer(CONFIG, rd.Plan(tp=2), comm, params=some if comm.rank else zeros), 2)
+
+
 class Odd(rd.AdamW):
     """An optimizer with what cannot be compared, and with a memory of its own."""
 

@@ -65,6 +65,8 @@ def test_an_optimizer_is_called_once_for_parameters_that_lie_side_by_side(plan, 
     calls = []
 
     class Counting(rd.AdamW):
+        elementwise = True
+
         def update(self, parameter, *args, **kwargs):
             calls.append(parameter.size)
             super().update(parameter, *args, **kwargs)
@@ -80,28 +82,174 @@ def test_an_optimizer_is_called_once_for_parameters_that_lie_side_by_side(plan, 
     assert sum(calls) == sum(p.size for p in params.values())
 
 
-def test_a_room_that_gives_other_arrays_in_each_step_has_them_updated():
+def test_what_only_touches_is_not_joined():
+    memory = bytearray(96)
+    left, right = (np.ndarray((6,), np.float32, memory, start) for start in (0, 24))  # neither knows of the other
+
+    def joins(*arrays):
+        return len(list(runs({str(place): (array,) for place, array in enumerate(arrays)}, lambda name: 0))) == 1
+
+    assert joins(left[:2], left[2:])
+    assert joins(left[:4].reshape(2, 2), left[4:])
+    assert not joins(left[:6], right[:6]), "parts of two arrays"
+    assert not joins(left, right), "no parts"
+    assert not joins(left[:4].reshape(2, 2).T, left[4:]), "elements in another order"
+    assert not joins(left[:2], left[2:].view(np.int32)), "two formats"
+    assert not joins(left[:2].view(np.int32), left[2:].view(np.int32)), "another format than the whole"
+    rows = np.empty((2, 12), np.float32)
+    assert not joins(rows[0], rows[1]), "the whole has two dimensions"
+    every_other = np.ndarray((6,), np.float32, memory, 0, (8,))
+    assert not joins(every_other[:1], every_other[1:2])
+
+
+def trained(config, params, optimizer, change=lambda trainer, step: None, room=None, steps=3):
+    """All parameters after some steps; ``change`` is called before each update."""
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(), comm, optimizer=optimizer(), params=params, precision="fp64",
+                             implementations=None if room is None else {"data": room})
+        for step in range(steps):
+            result = trainer.forward_backward(*batch(config, 2, 8))
+            change(trainer, step)
+            trainer.update(result)
+        return trainer.full_params()
+
+    return rd.run(program, 1)[0]
+
+
+def require_bits(got, wanted):
+    for name, array in wanted.items():
+        assert np.array_equal(array, got[name]), name
+
+
+class Apart(rd.AdamW):
+    """AdamW, parameter by parameter: what it does is not said to be elementwise."""
+
+
+def test_an_optimizer_whose_decay_is_changed_later_follows_it():
+    config, params = model(attention_bias=True)
+
+    def change(trainer, step):
+        if step == 1:
+            trainer.optimizer.weight_decay = 0.3
+
+    require_bits(trained(config, params, lambda: rd.AdamW(weight_decay=0.0), change),
+                 trained(config, params, lambda: Apart(weight_decay=0.0), change))
+
+    def only_matrices(trainer, step):
+        trainer.optimizer.decay_all = False
+
+    require_bits(trained(config, params, lambda: rd.AdamW(weight_decay=0.3, decay_all=True), only_matrices),
+                 trained(config, params, lambda: rd.AdamW(weight_decay=0.3)))
+
+
+def test_gradients_and_state_that_are_replaced_are_those_that_count():
     config, params = model()
-    given = batch(config, 2, 8)
+
+    def in_place(trainer, step):
+        for name, gradient in trainer.replica.storage.gradients.items():
+            np.sign(gradient, out=gradient)
+            if step == 1:
+                for moment in trainer.state[name]:
+                    moment *= 0.5
+
+    def anew(trainer, step):
+        gradients = trainer.replica.storage.gradients
+        for name, gradient in gradients.items():
+            gradients[name] = np.sign(gradient)
+        if step == 1:
+            trainer.state = {name: tuple(0.5 * moment for moment in moments) for name, moments in trainer.state.items()}
+
+    require_bits(trained(config, params, rd.AdamW, anew, steps=2), trained(config, params, rd.AdamW, in_place, steps=2))
+
+
+def test_a_new_optimizer_has_its_own_state():
+    config, params = model()
+
+    def program(comm):
+        trainer = rd.Trainer(config, rd.Plan(), comm, optimizer=rd.AdamW(), params=params, precision="fp64")
+        trainer.step(*batch(config, 2, 8))
+        before = {name: [moment.copy() for moment in moments] for name, moments in trainer.state.items()}
+        old = trainer.state
+        trainer.use(rd.AdamW(lr=0.1))
+        assert all((moment == 0).all() for moments in trainer.state.values() for moment in moments)
+        trainer.step(*batch(config, 2, 8))
+        assert all(moment.any() for moments in trainer.state.values() for moment in moments)
+        assert all(np.array_equal(now, then) for name in old for now, then in zip(old[name], before[name], strict=True))
+
+    rd.run(program, 1)
+
+
+def test_an_optimizer_that_does_not_say_that_it_is_elementwise_sees_one_parameter_at_a_time():
+    config, params = model(num_hidden_layers=3)
+    seen = []
+
+    class PerParameter:
+        """As little as a trainer needs of an optimizer."""
+
+        state_names = ()
+
+        def update(self, parameter, gradient, state, step, ndim, scale):
+            seen.append((parameter.shape, ndim))
+            parameter -= 0.1 * gradient / (np.linalg.norm(gradient) + 1e-9)
+
+    trained(config, params, PerParameter, steps=1)
+    assert sorted(seen) == sorted((array.shape, array.ndim) for array in params.values())
+
+
+def test_a_room_may_leave_parameters_out_of_what_is_updated():
+    config, params = model()
 
     class Storage(data.Storage):
         def owned(self):
-            for name, gradient in self.gradients.items():
-                self.gradients[name] = gradient.copy()
-            self._owned = {}
-            return super().owned()
-
-    def program(comm, **rooms):
-        trainer = rd.Trainer(config, rd.Plan(), comm, params=params, precision="fp64", **rooms)
-        for _ in range(3):
-            trainer.step(*given)
-        return trainer.full_params()
+            return {name: pair for name, pair in super().owned().items() if "embed" not in name}
 
     class Room:
         pass
 
     Room.Storage = Storage
-    (wanted,) = rd.run(program, 1)
-    (got,) = rd.run(lambda comm: program(comm, implementations={"data": Room}), 1)
-    for name, array in wanted.items():
-        assert np.array_equal(array, got[name]), name
+    got, all_of_them = trained(config, params, rd.AdamW, room=Room), trained(config, params, rd.AdamW)
+    for name, array in got.items():
+        assert np.array_equal(array, params[name]) == ("embed" in name)
+        assert not np.array_equal(all_of_them[name], params[name])
+
+
+def test_a_room_that_gives_other_arrays_in_each_step_has_them_updated():
+    config, params = model()
+
+    class Storage(data.Storage):
+        def owned(self):
+            for name, gradient in self.gradients.items():
+                self.gradients[name] = gradient.copy()
+            return super().owned()
+
+    class Room:
+        pass
+
+    Room.Storage = Storage
+    require_bits(trained(config, params, rd.AdamW, room=Room), trained(config, params, rd.AdamW))
+
+
+def test_one_rank_rounds_no_sum_to_the_format_of_the_reduction():
+    config, params = model(dtype=np.float32)
+
+    def gradients(plan):
+        def program(comm):
+            trainer = rd.Trainer(config, plan, comm, params=params, precision="fp32")
+            trainer.forward_backward(*batch(config, 2, 8))
+            return trainer.replica.full_gradients()
+        return rd.run(program, 1)[0]
+
+    require_bits(gradients(rd.Plan(accumulate_dtype="fp32", reduce_dtype="bf16")), gradients(rd.Plan()))
+
+
+def test_weights_of_64_bits_are_rounded_once():
+    config, params = model()
+    for array in params.values():
+        array[...] = 1 + 2.0**-8 + 2.0**-40  # just above the middle of two bfloat16; in float32 it is the middle, and a tie
+
+    def program(comm):
+        storage = rd.Trainer(config, rd.Plan(), comm, params=params, precision="bf16").replica.storage
+        return {name: array.astype(np.float64) for name, array in storage.parameters.items()}
+
+    for name, array in rd.run(program, 1)[0].items():
+        assert (array == 1 + 2.0**-7).all(), name

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import numpy as np
@@ -59,3 +60,22 @@ def test_llama3_scaling_is_the_published_rule():
             want = (1 - smooth) * f / 8.0 + smooth * f
         assert got == pytest.approx(want, rel=1e-14)
     assert len({float(r) for r in np.round(ops.rotary_frequencies(32, 10000.0, LLAMA3) / plain, 9)}) > 2
+
+
+def test_one_table_serves_formats_and_numbers_of_heads_by_turns():
+    positions, frequencies = np.array([3, 900, 41]), ops.rotary_frequencies(8, 1e4)
+    tables = ops.RotaryTables(frequencies, positions, np.float64)
+    for heads, dtype in ((2, np.float32), (2, np.float64), (3, np.float64), (3, np.float32), (2, np.float64)):
+        x = rng.normal(size=(2, 3, heads, 8)).astype(dtype)
+        got = ops.rotary(x, tables)
+        assert got.dtype == dtype
+        assert_close(got, turned(x, positions, frequencies), 1e-13 if dtype == np.float64 else 1e-5)
+    assert tables.as_wide_as_rows(3, np.dtype(np.float32)) is tables.as_wide_as_rows(3, np.dtype(np.float32))
+
+
+def test_positions_of_each_row_meet_their_row_in_every_block(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("refdist.ops.kernel"), "BLOCK", 40)
+    for rows in (2, 5):
+        positions, frequencies = rng.integers(0, 99, size=(rows, 3)), ops.rotary_frequencies(8, 1e4)
+        x, tables = rng.normal(size=(rows, 3, 2, 8)), ops.RotaryTables(frequencies, positions, np.float64)
+        assert_close(ops.rotary(x, tables), turned(x, positions, frequencies), 1e-13)

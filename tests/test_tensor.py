@@ -92,6 +92,21 @@ def test_a_layer_with_any_gradient_from_above(tp, heads, kv_heads, options):
         require_equal({name: got[name] for name in rows}, {name: grads[name] for name in rows}, f"tp={tp}")
 
 
+def test_whole_parameters_are_gathered_in_one_message_a_layer():
+    config, params = model(num_hidden_layers=3)
+
+    def program(comm):
+        device = Device()
+        trainer = rd.Trainer(config, rd.Plan(tp=2), comm, params=params, precision="fp64", device=device)
+        trainer.full_params()
+        (gather,) = device.traffic
+        return gather.messages, gather.bytes
+
+    messages, sizes = zip(*rd.run(program, 2), strict=True)
+    assert messages == (5, 5)  # embedding, layers and head
+    assert sum(sizes) == sum(array.nbytes for name, array in params.items() if "norm" not in name)
+
+
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize(("vocab", "ranks"), [(257, 4), (3, 5), (1, 2)])
 def test_the_loss_of_logits_that_nobody_has_whole(vocab, ranks, size):

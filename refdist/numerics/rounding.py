@@ -361,7 +361,7 @@ def _pack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
 
 
 def _unpack_fp16_block(x: np.ndarray, dest: np.ndarray) -> None:
-    """The bits of float16, as int16 -> float32: exactly, and no slower where they are subnormal.
+    """The bits of float16, as int16 -> float32: exactly, and not much slower where they are subnormal.
 
     Exponent and fraction, moved to where float32 has them, are the number · 2^(15 − 127), which a multiplication by 2^112 puts
     right for subnormals too; but some processors are slow at these, so where they are many all are looked up in a table. Only

@@ -43,7 +43,8 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] |
 
 
 class RotaryTables:
-    """cos and sin of the angles at some positions, worked out in float64, and remembered in the shape in which kernels want them.
+    """cos and sin of the angles at some positions, worked out in float64; and remembered in the shapes that kernels want: twice
+    the numbers of a row of queries, and of keys, for as long as the tables live.
 
     Args:
         frequencies: of `rotary_frequencies`.
@@ -51,7 +52,7 @@ class RotaryTables:
         dtype: of the tables.
 
     Attributes:
-        cos, sin: [..., seq, 1, head_dim / 2].
+        cos, sin: [..., seq, 1, head_dim / 2]; not to be changed.
     """
 
     def __init__(self, frequencies: np.ndarray, positions: np.ndarray, dtype: Any) -> None:

@@ -27,10 +27,13 @@ class Optimizer:
         lr: learning rate, or a function of the step number (from 1).
         weight_decay: factor of the decay term; parameters with fewer than two dimensions (norms, biases) are not decayed
             unless ``decay_all``.
+        elementwise: whether a class, not one above it, says that its update takes each element by itself. Then it may be given
+            several parameters of as many dimensions at once, joined into flat arrays.
         state_names: names of the state arrays, each of the parameter's shape, in its dtype or float32 if it has 16 bits, that
             start as zeros.
     """
 
+    elementwise: bool = False
     state_names: tuple[str, ...] = ()
 
     def __init__(self, lr: LearningRate, weight_decay: float, decay_all: bool) -> None:
@@ -62,7 +65,7 @@ class Optimizer:
         Args:
             parameter, gradient, state: C-contiguous, of one shape; parameter and gradient may have 16 bits.
             step: from 1.
-            ndim: dimensions of the whole parameter's shape, of which this may be a flat shard.
+            ndim: dimensions of the whole parameter's shape, of which this may be a flat shard, or, joined, several.
             scale: the gradient is multiplied by it first (clipping, 1 / loss scale).
         """
         rate, decay = self.learning_rate(step), self.decay(ndim)
@@ -82,6 +85,8 @@ class SGD(Optimizer):
 
         g ← g + λ p;   b ← μ b + g  (b = g in the first step);   p ← p - η (g + μ b if nesterov else b)
     """
+
+    elementwise = True
 
     def __init__(self, lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0,
                  decay_all: bool = False) -> None:
@@ -113,6 +118,7 @@ class AdamW(Optimizer):
         p ← p - η λ p - η (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)
     """
 
+    elementwise = True
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, lr: LearningRate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,

@@ -46,7 +46,8 @@ def require_same(comm: Comm, **what: Any) -> None:
 
 def sample(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Of each array the format, the shape and some numbers, which tell one initialisation from another."""
-    return {name: (x.dtype.name, x.shape, x.reshape(-1)[:: max(1, x.size // _NUMBERS)]) for name, x in arrays.items()}
+    step = {name: max(1, x.size // _NUMBERS) for name, x in arrays.items()}
+    return {name: (x.dtype.name, x.shape, x.reshape(-1)[::step[name]] + x.dtype.type(0)) for name, x in arrays.items()}  # -0 is 0
 
 
 def _text(value: Any) -> str:

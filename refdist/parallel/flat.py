@@ -15,7 +15,7 @@ import numpy as np
 from refdist.device import Device
 from refdist.model.layout import ParameterLayout
 
-__all__ = ["in_memory_order", "joined", "lay_out", "runs"]
+__all__ = ["in_memory_order", "joined", "lay_out", "runs", "same"]
 
 
 def in_memory_order(rows: Mapping[str, ParameterLayout]) -> list[str]:
@@ -33,6 +33,14 @@ def lay_out(device: Device, like: np.ndarray, shapes: Mapping[str, tuple[int, ..
         start, end = end, end + math.prod(shape)
         parts[name] = flat[start:end].reshape(shape)
     return flat, parts
+
+
+def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Whether each array is the other one, or a like view of the same memory."""
+    return len(arrays) == len(others) and all(
+        a is b or (a.base is not None and a.base is b.base and (a.shape, a.strides, a.dtype) == (b.shape, b.strides, b.dtype)
+                   and _address(a) == _address(b))
+        for a, b in zip(arrays, others, strict=True))
 
 
 def runs(arrays: Mapping[str, Sequence[np.ndarray]], key: Callable[[str], Hashable]) -> Iterator[list[str]]:
@@ -54,7 +62,7 @@ def runs(arrays: Mapping[str, Sequence[np.ndarray]], key: Callable[[str], Hashab
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One flat view of arrays of a run."""
+    """One flat view of the arrays of a run: consecutive parts of one flat array, as :func:`runs` has found out."""
     first = arrays[0]
     if len(arrays) == 1:
         return first.reshape(-1)
@@ -67,7 +75,7 @@ def _of_one(array: np.ndarray, other: np.ndarray) -> bool:
     """Whether both are C-contiguous parts of one flat array."""
     base = array.base
     return (isinstance(base, np.ndarray) and base is other.base and base.ndim == 1 and base.dtype == array.dtype == other.dtype
-            and array.flags.c_contiguous and other.flags.c_contiguous)
+            and base.flags.c_contiguous and array.flags.c_contiguous and other.flags.c_contiguous)
 
 
 def _address(array: np.ndarray) -> int:

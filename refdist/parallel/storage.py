@@ -56,7 +56,6 @@ class BaseStorage:
         self.gradients: dict[str, np.ndarray] = {}
         self.masters: dict[str, np.ndarray] = {}
         self._sums: Mapping[str, np.ndarray] = {}  # where the micro-batches of a step are added up
-        self._owned: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._sum = sum_options(plan)
         self._remaining: dict[Piece, int] = {}
         self._untouched: set[str] = set()
@@ -132,14 +131,13 @@ class BaseStorage:
 
     def shard(self, name: str) -> np.ndarray:
         """The rows of :meth:`own` of what kernels read."""
-        return self.parameters[name][self.own(name)]
+        mine, whole = self.own(name), self.parameters[name]
+        return whole if mine == slice(None) else whole[mine]
 
     def owned(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Name -> (parameter, gradient): what this rank's optimizer updates, C-contiguous, possibly no rows; with 16 bits the
-        parameter is the master copy. They are the same arrays in every step."""
-        if not self._owned:
-            self._owned = {name: (self.masters.get(name, self.shard(name)), self.gradients[name]) for name in self.rows}
-        return self._owned
+        parameter is the master copy."""
+        return {name: (self.masters.get(name, self.shard(name)), self.gradients[name]) for name in self.rows}
 
     def updated(self) -> None:
         """The optimizer has changed what :meth:`owned` gave: the kernels' parameters follow."""

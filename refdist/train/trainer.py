@@ -9,7 +9,7 @@ global norm is then infinite or NaN too, and it is the same number everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from refdist.numerics.loss_scale import LossScale, loss_scale_of
 from refdist.ops import accumulation_dtype
 from refdist.optim import AdamW, Optimizer, clip_scale
 from refdist.parallel.agreement import require_same
-from refdist.parallel.flat import in_memory_order, joined, lay_out, runs
+from refdist.parallel.flat import in_memory_order, joined, lay_out, runs, same
 from refdist.parallel.plan import Plan
 from refdist.parallel.replica import Replica
 
@@ -47,11 +47,20 @@ class StepResult(NamedTuple):
     loss_scale: float = 1.0
 
 
-class _Updates(NamedTuple):
-    """What storage has given to be updated; the same arrays joined: (parameter, gradient, state, dimensions of a parameter)."""
+class _Update(NamedTuple):
+    """One call of the optimizer: of one parameter, or of several of as many dimensions, joined into flat arrays."""
 
-    owned: dict[str, tuple[np.ndarray, np.ndarray]]
-    flat: list[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], int]]
+    parameter: np.ndarray
+    gradient: np.ndarray
+    state: tuple[np.ndarray, ...]
+    ndim: int
+
+
+class _Updates(NamedTuple):
+    """Parameter, gradient and state by name, and the calls of the optimizer that update these arrays."""
+
+    arrays: Mapping[str, tuple[np.ndarray, ...]]
+    calls: list[_Update]
 
 
 class Trainer:
@@ -75,6 +84,7 @@ class Trainer:
     Attributes:
         steps: updates so far; steps that were skipped do not count, neither for the learning rate nor for Adam's moments.
         loss_scale: None without loss scaling.
+        state: name -> the optimizer's state arrays, laid out like the parameter that this rank updates. They may be replaced.
 
     Raises:
         PlanError: the plan does not fit the ranks, the model or the batch.
@@ -105,10 +115,10 @@ class Trainer:
         self.optimizer = optimizer
         self.steps = 0
         owned = self.replica.storage.owned()
-        placed = {name: owned[name][0] for name in in_memory_order(self.replica.storage.rows)}
+        placed = {name: owned[name][0] for name in in_memory_order(self.replica.storage.rows) if name in owned}
         moments = [self._moments(placed) for _ in optimizer.state_names]
         self.state = {name: tuple(moment[name] for moment in moments) for name in owned}
-        self._updates = self._joined(owned)
+        self._updates = _Updates({}, [])
 
     def _moments(self, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Zeros shaped like these arrays, one after the other in memory, in at least float32."""
@@ -118,15 +128,23 @@ class Trainer:
         flat.fill(0)
         return parts
 
-    def _joined(self, owned: dict[str, tuple[np.ndarray, np.ndarray]]) -> _Updates:
-        """What the optimizer updates: parameters that lie side by side, and decay alike, by one call."""
-        shapes = {name: self.replica.storage.rows[name].shape for name in owned}
-        arrays = {name: (*owned[name], *self.state[name]) for name in owned}
-        flat = []
-        for run in runs(arrays, lambda name: self.optimizer.decay(len(shapes[name]))):
-            parameter, gradient, *state = (joined(parts) for parts in zip(*(arrays[name] for name in run), strict=True))
-            flat.append((parameter, gradient, tuple(state), len(shapes[run[0]])))
-        return _Updates(owned, flat)
+    def _to_update(self) -> _Updates:
+        """What the optimizer updates. It is worked out anew when arrays, of storage or of the state, have been replaced."""
+        arrays = {name: (*pair, *self.state[name]) for name, pair in self.replica.storage.owned().items()}
+        known = self._updates.arrays
+        if arrays.keys() != known.keys() or not all(same(arrays[name], known[name]) for name in arrays):
+            self._updates = _Updates(arrays, list(self._joined(arrays)))
+        return self._updates
+
+    def _joined(self, arrays: Mapping[str, tuple[np.ndarray, ...]]) -> Iterator[_Update]:
+        """Each parameter; or, for an optimizer that looks at elements only, those that lie side by side at once."""
+        ndims = {name: len(self.replica.storage.rows[name].shape) for name in arrays}
+        elementwise = vars(type(self.optimizer)).get("elementwise", False)
+        for run in runs(arrays, lambda name: ndims[name] if elementwise else name):
+            parameter, gradient, *state = arrays[run[0]]
+            if len(run) > 1:
+                parameter, gradient, *state = (joined(parts) for parts in zip(*(arrays[name] for name in run), strict=True))
+            yield _Update(parameter, gradient, tuple(state), ndims[run[0]])
 
     def step(self, input_ids: np.ndarray, labels: np.ndarray, segment_ids: np.ndarray | None = None) -> StepResult:
         """Train on one global batch, which every rank passes whole.
@@ -159,10 +177,7 @@ class Trainer:
         scale = clip_scale(result.grad_norm, self.clip_norm) / result.loss_scale
         storage = self.replica.storage
         self.steps += 1
-        owned = storage.owned()
-        if owned is not self._updates.owned:  # a room of somebody else's may have other arrays in each step
-            self._updates = self._joined(owned)
-        for parameter, gradient, state, ndim in self._updates.flat:
+        for parameter, gradient, state, ndim in self._to_update().calls:
             self.optimizer.update(parameter, gradient, state, self.steps, ndim, scale)
         storage.updated()
 
