@@ -98,8 +98,8 @@ def test_what_only_touches_is_not_joined():
     assert not joins(left[:2].view(np.int32), left[2:].view(np.int32)), "another format than the whole"
     rows = np.empty((2, 12), np.float32)
     assert not joins(rows[0], rows[1]), "the whole has two dimensions"
-    every_other = np.ndarray((6,), np.float32, memory, 0, (8,))
-    assert not joins(every_other[:1], every_other[1:2])
+    back = np.ndarray((6,), np.float32, memory, 20, (-4,))
+    assert not joins(back[5:], back[4:5]), "the whole runs backwards"
 
 
 def trained(config, params, optimizer, change=lambda trainer, step: None, room=None, steps=3):
