@@ -62,13 +62,11 @@ def runs(arrays: Mapping[str, Sequence[np.ndarray]], key: Callable[[str], Hashab
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One flat view of the arrays of a run: consecutive parts of one flat array, as :func:`runs` has found out."""
-    first = arrays[0]
-    if len(arrays) == 1:
-        return first.reshape(-1)
-    assert isinstance(first.base, np.ndarray)
-    start = (_address(first) - _address(first.base)) // first.itemsize
-    return first.base[start:start + sum(array.size for array in arrays)]
+    """One flat view of the arrays of a run of several: consecutive parts of one flat array, as :func:`runs` has found out."""
+    whole = arrays[0].base
+    assert isinstance(whole, np.ndarray)
+    start = (_address(arrays[0]) - _address(whole)) // whole.itemsize
+    return whole[start:start + sum(array.size for array in arrays)]
 
 
 def _of_one(array: np.ndarray, other: np.ndarray) -> bool:
