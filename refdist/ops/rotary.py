@@ -65,7 +65,7 @@ class RotaryTables:
         tables = self._as_wide_as_rows.get((heads, dtype))
         if tables is None:
             rows, (length, _, half) = math.prod(self.cos.shape[:-3]), self.cos.shape[-3:]
-            tables = np.empty((2, rows, length, heads, 2, half), dtype)
+            tables = empty_like(self.cos, (2, rows, length, heads, 2, half), dtype)
             tables[0] = self.cos[..., None, :]
             tables[1, ..., 0, :], tables[1, ..., 1, :] = -self.sin, self.sin
             tables = self._as_wide_as_rows[heads, dtype] = tables.reshape(2, rows, length * heads * 2 * half)
