@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import refdist as rd
 from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, gather, inprocess, reduce, reduce_scatter, scatter
+from refdist.comm.choose import ANY, Row, Table
 from refdist.comm.inprocess import _InProcess
+from refdist.comm.reduction import bounds
 
 DTYPES = [np.dtype(kind) for kind in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16",
                                       ">f4", ">i2", ml_dtypes.bfloat16)]
@@ -202,22 +204,72 @@ def test_the_straight_way_is_taken(ranks: int, size: int) -> None:
         x, whole, shard = np.arange(size) * (comm.rank + 1.0), np.empty(ranks * size), np.empty(size)
         mine = np.array_split(np.arange(float(size)), ranks)[comm.rank]  # 3 ranks: not of one length
         by_halves = [comm.all_reduce(x, algorithm="recursive_doubling"), comm.reduce_scatter(x, algorithm="recursive_halving"),
-                     comm.all_reduce(x, algorithm="rabenseifner")] if power else []
+                     comm.all_reduce(x, algorithm="rabenseifner"), comm.reduce_scatter(x, algorithm="recursive_doubling"),
+                     comm.all_gather(x, algorithm="recursive_doubling", out=np.empty_like(whole))] if power else []
         return [comm.all_reduce(x, algorithm="direct"), comm.reduce_scatter(x, algorithm="direct"),
-                comm.all_gather(x, algorithm="direct", out=whole), comm.all_gather(mine, out=shard), *by_halves]
+                comm.all_gather(x, algorithm="direct", out=whole), comm.all_gather(mine, algorithm="direct", out=shard),
+                *by_halves]
 
     with (mock.patch.object(_InProcess, "can_swap", True),
           mock.patch.object(_InProcess, "trade", autospec=True, side_effect=_InProcess.trade) as trade,
           mock.patch.object(_InProcess, "swap", autospec=True, side_effect=_InProcess.swap) as swap):
         results = rd.run(program, ranks)
-    assert swap.call_count == ranks * ((ranks.bit_length() - 1) * 4 * power + 2 * (ranks == 2))
+    assert swap.call_count == ranks * ((ranks.bit_length() - 1) * 6 * power + 2 * (ranks == 2))
     assert trade.call_count == ranks * (3 + 2 * (ranks > 2))
     total = np.arange(size) * (ranks * (ranks + 1) / 2)
     every = np.concatenate([np.arange(size) * (other + 1.0) for other in range(ranks)])
     for rank, result in enumerate(results):
         own = np.array_split(total, ranks)[rank]
-        for got, want in zip(result, [total, own, every, np.arange(size), *[total, own, total][:3 * power]], strict=True):
+        by_halves = [total, own, total, own, every] if power else []
+        for got, want in zip(result, [total, own, every, np.arange(size), *by_halves], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("can_swap", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_doubling_of_arrays_of_any_lengths(ranks: int, can_swap: bool) -> None:
+    """All-gather into ``out`` without ``lengths``: what is not cut as ``np.array_split`` cuts describes itself, at any step."""
+    generator = np.random.default_rng(ranks)
+    for rows in (ranks, 5, 40 * ranks + 3):
+        whole = generator.standard_normal((rows, 7))
+        cuts = [sorted(generator.integers(0, rows + 1, ranks - 1).tolist()) for _ in range(12)]
+        for edges in [*cuts, [0] * (ranks - 1), [rows] * (ranks - 1), list(bounds(rows, ranks)[1:-1])]:
+            edges = [0, *edges, rows]
+            with mock.patch.object(_InProcess, "can_swap", can_swap):
+                results = rd.run(lambda comm, w=whole, e=edges: comm.all_gather(
+                    w[e[comm.rank]:e[comm.rank + 1]].copy(), algorithm="recursive_doubling", out=np.empty_like(w)), ranks)
+            for result in results:
+                np.testing.assert_array_equal(result, whole)
+
+    def too_long(comm: rd.Comm) -> None:
+        comm.all_gather(np.ones((2 + (comm.rank == 1), 7)), algorithm="recursive_doubling", out=np.empty((2 * ranks, 7)))
+
+    wrong = f"out has length {2 * ranks} along the axis, the arrays have {2 * ranks + 1} together"
+    with mock.patch.object(_InProcess, "can_swap", can_swap), pytest.raises(ValueError, match=wrong):
+        rd.run(too_long, ranks)
+
+
+def test_a_group_that_is_counted_sends_as_little_as_possible() -> None:
+    """Without a device the fastest algorithm, with one the least traffic; a table that was set is used by both."""
+    x = np.ones(1 << 14, np.float32)
+
+    def program(comm: rd.Comm) -> list[str]:
+        def names(group: rd.Comm) -> list[str]:
+            return [group.choose("all_reduce", None, all_reduce.ALGORITHMS, x.nbytes)]
+
+        counted, half = comm.bind(rd.Device()), comm.split(0)
+        assert half is not None
+        mesh = rd.Mesh(comm, tp=4, device=rd.Device())
+        usual = [*names(comm), *names(counted), *names(counted.bind(None)), *names(half), *names(mesh.axis("tp"))]
+        comm.table = table = Table({"all_reduce": [Row(ANY, ANY, "ring")]})
+        half = comm.split(0)
+        assert half is not None
+        assert half.table is comm.bind(rd.Device()).table is comm.bind(rd.Device()).bind(None).table is table
+        assert rd.Mesh(comm, tp=4, device=rd.Device()).axis("tp").table is table
+        return usual
+
+    for usual in rd.run(program, 4):
+        assert usual == ["recursive_doubling", "rabenseifner", "recursive_doubling", "recursive_doubling", "rabenseifner"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])

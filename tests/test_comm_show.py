@@ -15,7 +15,7 @@ from test_comm_collectives import ALGORITHMS
 import refdist as rd
 from refdist.cli.main import main
 from refdist.comm import Table, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, trace
-from refdist.comm.choose import ANY, DEFAULT
+from refdist.comm.choose import ANY, FASTEST
 from refdist.comm.tracing import COLLECTIVES
 from refdist.device import Device
 
@@ -64,11 +64,11 @@ def test_show_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_table_picks_and_is_written_and_read(tmp_path: Path) -> None:
-    assert set(DEFAULT.rows) <= set(ALGORITHMS)
-    for operation, rows in DEFAULT.rows.items():
+    assert set(FASTEST.rows) <= set(ALGORITHMS)
+    for operation, rows in FASTEST.rows.items():
         assert {row.algorithm for row in rows} <= set(ALGORITHMS[operation])
-    DEFAULT.save(tmp_path / "table.json")
-    assert Table.load(tmp_path / "table.json").rows == DEFAULT.rows
+    FASTEST.save(tmp_path / "table.json")
+    assert Table.load(tmp_path / "table.json").rows == FASTEST.rows
     with pytest.raises(ValueError, match="any number of ranks"):
         Table({"all_reduce": [(4, 8, "ring")]})
     table = Table({"all_reduce": [(ANY, 64, "tree"), (ANY, ANY, "ring")]})
@@ -151,7 +151,7 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert record["busbw_gb_s"] > 0
     table = tmp_path / "table.json"
     assert main([*arguments, "--collectives", "all_gather", "--table", str(table)]) == 0
-    assert Table.load(table).rows["all_reduce"] == DEFAULT.rows["all_reduce"]
+    assert Table.load(table).rows["all_reduce"] == FASTEST.rows["all_reduce"]
     assert {row.algorithm for row in Table.load(table).rows["all_gather"]} <= set(ALGORITHMS["all_gather"])
     capsys.readouterr()
     for wrong in (["--sizes", "8X"], ["--collectives", "gossip"], ["--algorithms", "snail"], ["--dtype", "half-a-float"]):

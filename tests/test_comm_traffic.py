@@ -111,6 +111,9 @@ def test_reduce_scatter(ranks: int, n: int) -> None:
                 assert messages[r] == (1 if r in out else LG[ranks] + (r in partners))
                 pair = part[r] + (part[r - 1] if r in partners else 0)
                 assert sent[r] == (n if r in out else n - pair + (part[r - 1] if r in partners else 0))
+        elif algorithm == "recursive_doubling":
+            assert messages == [1 if r in out else LG[ranks] + (r in partners) for r in range(ranks)]
+            assert sent == [n if r in out else n * LG[ranks] + (part[r - 1] if r in partners else 0) for r in range(ranks)]
         else:
             assert messages == [ranks - 1] * ranks
             assert sent == [n - part[r] for r in range(ranks)]
@@ -222,7 +225,8 @@ def test_steps(ranks: int) -> None:
         ("all_reduce", "ring"): 2 * (ranks - 1), ("all_reduce", "recursive_doubling"): LG[ranks] + more,
         ("all_reduce", "rabenseifner"): 2 * LG[ranks] + more, ("all_reduce", "tree"): 2 * UP[ranks],
         ("all_reduce", "direct"): 2, ("reduce_scatter", "ring"): ranks - 1, ("reduce_scatter", "direct"): 1,
-        ("reduce_scatter", "recursive_halving"): LG[ranks] + more, ("all_gather", "ring"): ranks - 1,
+        ("reduce_scatter", "recursive_halving"): LG[ranks] + more, ("reduce_scatter", "recursive_doubling"): LG[ranks] + more,
+        ("all_gather", "ring"): ranks - 1,
         ("all_gather", "bruck"): UP[ranks], ("all_gather", "recursive_doubling"): LG[ranks] + more, ("all_gather", "direct"): 1,
         ("broadcast", "binomial"): UP[ranks], ("broadcast", "scatter_all_gather"): UP[ranks] + ranks - 1,
         ("reduce", "binomial"): UP[ranks], ("gather", "binomial"): UP[ranks], ("scatter", "binomial"): UP[ranks],
@@ -253,6 +257,7 @@ def test_memory_for_messages(ranks: int) -> None:
             devices = [Device() for _ in range(ranks)]
             rd.run(lambda comm, a=algorithm, c=call, d=devices: c(comm.bind(d[comm.rank]), a), ranks)
             fold = 5 / 3 if algorithm == "recursive_halving" and ranks & (ranks - 1) else 1
+            fold = 2 if (operation, algorithm) == ("reduce_scatter", "recursive_doubling") else fold
             for device in devices:
                 assert device.peak["communication"] <= 4 * n * fold + 64, (operation, algorithm)
                 assert device.live["communication"] == 0, (operation, algorithm)
@@ -263,7 +268,7 @@ def test_every_algorithm_is_counted_here() -> None:
         all_reduce, reduce_scatter, all_gather, broadcast, reduce, gather, scatter, all_to_all)}
     assert names == {
         "all_reduce": ["direct", "double_tree", "hierarchical", "rabenseifner", "recursive_doubling", "ring", "tree"],
-        "reduce_scatter": ["direct", "recursive_halving", "ring"],
+        "reduce_scatter": ["direct", "recursive_doubling", "recursive_halving", "ring"],
         "all_gather": ["bruck", "direct", "recursive_doubling", "ring"],
         "broadcast": ["binomial", "chain", "scatter_all_gather"], "reduce": ["binomial"], "gather": ["binomial"],
         "scatter": ["binomial"], "all_to_all": ["bruck", "pairwise"]}

@@ -26,7 +26,7 @@ import numpy as np
 import refdist as rd
 from refdist.cli.options import above_0, counted, output_file, positive
 from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
-from refdist.comm.choose import ANY, DEFAULT, Row, Table
+from refdist.comm.choose import ANY, FASTEST, Row, Table
 from refdist.comm.reduction import bounds
 
 ALGORITHMS: dict[str, Any] = {"all_reduce": all_reduce.ALGORITHMS, "reduce_scatter": reduce_scatter.ALGORITHMS,
@@ -270,7 +270,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
 
 def fastest(records: list[dict[str, Any]]) -> Table:
     """The default table with rows of the fastest algorithm up to each size that was measured."""
-    rows = dict(DEFAULT.rows)
+    rows = dict(FASTEST.rows)
     for collective in dict.fromkeys(record["collective"] for record in records):
         mine = [record for record in records if record["collective"] == collective]
         found: list[Row] = []

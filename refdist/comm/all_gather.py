@@ -17,8 +17,8 @@ Each sends n (N - 1) / N bytes a rank (folded ranks and their partners apart). D
 Every algorithm is a generator ``algorithm(call, whole, offsets)``: shard r is ``whole[offsets[r]:offsets[r + 1]]``; this rank's
 own is there already, and the others are filled.
 
-Unless the caller knows the lengths, they go round first, in ⌈lg N⌉ small messages, which are counted apart; or, in a direct
-exchange with ``out``, each array brings its own.
+Unless the caller knows the lengths, they go round first, in ⌈lg N⌉ small messages, which are counted apart; or, with ``out``, in
+a direct exchange and in a doubling of a power of two of ranks, what is of another length than expected brings its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from refdist.comm.transport import Request
 if TYPE_CHECKING:
     from refdist.comm.communicator import Comm
 
-__all__ = ["ALGORITHMS", "all_gather", "bruck", "direct", "doubling", "exchange_lengths", "find", "join_described",
-           "recursive_doubling", "ring"]
+__all__ = ["ALGORITHMS", "all_gather", "bruck", "direct", "doubling", "doubling_described", "exchange_lengths", "find",
+           "join_described", "recursive_doubling", "ring"]
 
 
 def ring(call: Call, whole: np.ndarray, offsets: Sequence[int]) -> Steps:
@@ -164,6 +164,43 @@ def join_described(call: Call, whole: np.ndarray, own: np.ndarray, requests: Map
     np.concatenate(arrays, out=whole)
 
 
+def doubling_described(call: Call, whole: np.ndarray, own: np.ndarray | None, step: int = 0,
+                       come: Request | None = None) -> Steps:
+    """Recursive doubling, among a power of two of ranks, of arrays whose lengths nobody knows; ``whole`` [axis, …] is filled.
+
+    As a rule what a rank has of several shards is as long as ``np.array_split`` makes them, and goes straight to its place. What
+    is not describes itself.
+
+    Args:
+        own: this rank's array; None if all that it has before this ``step`` is in its place.
+        come: the receive of this step, if that is over already.
+    """
+    rank, edges, mine = call.rank, bounds(len(whole), call.size), own
+    while 1 << step < call.size:
+        distance = 1 << step
+        peer, first = rank ^ distance, rank & -2 * distance
+        middle, last = edges[first + distance], edges[first + 2 * distance]
+        places = whole[edges[first]:middle], whole[middle:last]
+        here, there = places if rank < peer else places[::-1]
+        if mine is not None and len(mine) == len(here):
+            here[...] = mine
+            mine = None
+        if come is None:
+            requests = (call.exchange(here, there, peer, or_described=True) if mine is None else
+                        (call.irecv(there, peer, or_described=True), call.isend(mine, peer, mine)))
+            yield requests
+            come = requests[0]
+        if mine is not None or come.description:
+            both = [here if mine is None else mine, call.received(come) if come.description else there]
+            mine = np.concatenate(both if rank < peer else both[::-1])
+        call.step += 1
+        step, come = step + 1, None
+    if mine is not None:
+        if len(mine) != len(whole):
+            raise ValueError(f"out has length {len(whole)} along the axis, the arrays have {len(mine)} together (rank {rank})")
+        whole[...] = mine
+
+
 def find(comm: Comm, x: np.ndarray, axis: int, algorithm: str | None, total: int,
          lengths_unknown: bool) -> tuple[str, str, int, None]:
     """What all calls with such an array and these options have in common (see ``Comm.recall``); ``total`` is the length of the
@@ -192,7 +229,8 @@ def all_gather(comm: Comm, x: np.ndarray, axis: int = 0, algorithm: str | None =
         total = -1  # nobody knows yet
     inner = math.prod(rest)
     call, _ = comm.recall(find, x, axis, algorithm, total, lengths is None)
-    if lengths is None and (total < 0 or call.algorithm != "direct"):
+    doubles = call.algorithm == "recursive_doubling" and not comm.size & (comm.size - 1)
+    if lengths is None and (total < 0 or not (doubles or call.algorithm == "direct")):
         lengths = yield from exchange_lengths(call.part("all_gather lengths"), length)
         total = sum(lengths)
         call.algorithm = comm.choose("all_gather", algorithm, ALGORITHMS, total * inner * x.itemsize)
@@ -207,7 +245,8 @@ def all_gather(comm: Comm, x: np.ndarray, axis: int = 0, algorithm: str | None =
     if comm.size == 1:
         np.copyto(whole, lead)
     elif lengths is None:
-        yield from _direct_described(call, whole, lead if lead.flags.c_contiguous else np.array(lead, order="C"))
+        lead = lead if lead.flags.c_contiguous else np.array(lead, order="C")
+        yield from (doubling_described if doubles else _direct_described)(call, whole, lead)
     else:
         offsets = [0, *accumulate(lengths)]
         np.copyto(whole[offsets[comm.rank]:offsets[comm.rank + 1]], lead)

@@ -75,7 +75,7 @@ def direct(call: Call, x: np.ndarray, total: np.ndarray, reduce: Reduce) -> Step
 
 
 def recursive_doubling(call: Call, x: np.ndarray, total: np.ndarray, reduce: Reduce) -> Steps:
-    """Whole arrays between ranks 1, 2, 4, … apart: each step doubles the number of ranks whose sum everybody has."""
+    """Whole arrays between ranks 1, 2, 4, … apart."""
     core, folded, partner, _ = fold(call.size, call.rank)
     if folded:
         yield (call.isend(x, partner),)
@@ -86,15 +86,7 @@ def recursive_doubling(call: Call, x: np.ndarray, total: np.ndarray, reduce: Red
         yield (call.irecv(incoming, partner),)
         x = reduce(incoming, x, out=total)
         call.step += 1
-    among = call.among(core)
-    rank, size, distance = among.rank, among.size, 1
-    while distance < size:
-        peer = rank ^ distance
-        yield among.exchange(x, incoming, peer)
-        # The same order on both, so that both get the same bits.
-        x = reduce(x, incoming, out=total) if rank < peer else reduce(incoming, x, out=total)
-        distance *= 2
-        among.step += 1
+    yield from scattering.doubling(call.among(core), x, total, incoming, reduce)
     if partner >= 0:
         yield (call.isend(total, partner),)
 

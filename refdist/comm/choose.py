@@ -1,11 +1,15 @@
 """Which algorithm is used when none is asked for: by the number of ranks and the bytes of the whole array.
 
 A table has rows for each operation: up to so many ranks, up to so many bytes, this algorithm. The first row that fits counts; the
-last one of an operation fits always. Above 1 KiB the sums and gathers of up to 8 ranks or of a power of two of ranks, and all of
-more than 64 KiB, are by algorithms that send as little as possible, so that traffic is that of the papers' formulas; among those
-the default was measured with ``refdist bench collectives --table``, which writes such a
-table for the machine that it runs on; ``comm.table = Table.load(path)`` uses it, on that group and all groups made from it. All
-ranks must use the same one.
+last one of an operation fits always.
+
+    FASTEST   for groups that no device counts: measured with ``refdist bench collectives --table``, which writes such a table for
+              the machine that it runs on
+    LEAST     for groups whose messages a device counts: above 1 KiB the sums and gathers of up to 8 ranks or of a power of two of
+              ranks, and all of more than 64 KiB, are by algorithms that send as little as possible, so that traffic is that of
+              the papers' formulas; among those the fastest
+
+``comm.table = Table.load(path)`` uses another one, on that group and all groups made from it. All ranks must use the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, NamedTuple
 
 from refdist.aside import write_aside
 
-__all__ = ["DEFAULT", "Row", "Table"]
+__all__ = ["FASTEST", "LEAST", "Row", "Table"]
 
 ANY = 1 << 62
 
@@ -62,14 +66,26 @@ class Table:
         return cls(json.loads(Path(path).read_text()))
 
 
-DEFAULT = Table({
+_OTHERS = {
+    "broadcast": [Row(2, ANY, "binomial"), Row(ANY, 1 << 16, "binomial"), Row(4, ANY, "chain"),
+                  Row(ANY, ANY, "scatter_all_gather")],
+    "all_to_all": [Row(ANY, ANY, "pairwise")],
+}
+LEAST = Table({
     "all_reduce": [Row(ANY, 1 << 10, "recursive_doubling"), Row(2, 1 << 18, "recursive_doubling"),
                    Row(2, ANY, "rabenseifner"), Row(3, ANY, "direct"), Row(4, 1 << 18, "rabenseifner"),
                    Row(8, ANY, "direct"), Row(ANY, 1 << 16, "rabenseifner"), Row(ANY, ANY, "ring")],
     "reduce_scatter": [Row(2, ANY, "recursive_halving"), Row(8, ANY, "direct"), Row(ANY, 1 << 16, "recursive_halving"),
                        Row(ANY, ANY, "ring")],
-    "all_gather": [Row(8, ANY, "direct"), Row(ANY, 1 << 16, "bruck"), Row(ANY, ANY, "ring")],
-    "broadcast": [Row(2, ANY, "binomial"), Row(ANY, 1 << 16, "binomial"), Row(4, ANY, "chain"),
-                  Row(ANY, ANY, "scatter_all_gather")],
-    "all_to_all": [Row(ANY, ANY, "pairwise")],
+    "all_gather": [Row(8, ANY, "direct"), Row(ANY, 1 << 16, "bruck"), Row(ANY, ANY, "ring")], **_OTHERS,
+})
+FASTEST = Table({
+    "all_reduce": [Row(ANY, 1 << 10, "recursive_doubling"), Row(2, 1 << 18, "recursive_doubling"),
+                   Row(2, ANY, "rabenseifner"), Row(3, ANY, "direct"), Row(4, 1 << 18, "recursive_doubling"),
+                   Row(8, ANY, "direct"), Row(ANY, 1 << 16, "rabenseifner"), Row(ANY, ANY, "ring")],
+    "reduce_scatter": [Row(2, ANY, "recursive_halving"), Row(3, ANY, "direct"), Row(4, 1 << 10, "recursive_doubling"),
+                       Row(4, 1 << 22, "recursive_halving"), Row(8, ANY, "direct"), Row(ANY, 1 << 16, "recursive_halving"),
+                       Row(ANY, ANY, "ring")],
+    "all_gather": [Row(3, ANY, "direct"), Row(4, 1 << 20, "recursive_doubling"), Row(8, ANY, "direct"),
+                   Row(ANY, 1 << 16, "bruck"), Row(ANY, ANY, "ring")], **_OTHERS,
 })

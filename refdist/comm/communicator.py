@@ -19,7 +19,7 @@ from refdist.comm.all_to_all import all_to_all
 from refdist.comm.barrier import barrier
 from refdist.comm.broadcast import broadcast
 from refdist.comm.call import Call, Steps
-from refdist.comm.choose import DEFAULT, Table
+from refdist.comm.choose import FASTEST, LEAST, Table
 from refdist.comm.gather import gather
 from refdist.comm.message import fingerprint
 from refdist.comm.reduce import reduce
@@ -59,11 +59,12 @@ class Comm:
         axis: the group's name in counters and errors (``"world"``, ``"tp"``, …).
         transport, context: what carries the messages, and the id that keeps groups apart.
         device: the emulated device that counts this group's messages, or None.
-        table: which algorithm is used when none is asked for; groups made from this one inherit it.
+        table: which algorithm is used when none is asked for.
+        chosen: the table that was set, which groups made from this one inherit; None if it is the usual one.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], context: int, axis: str = "world",
-                 device: Device | None = None, sequence: list[int] | None = None, table: Table = DEFAULT) -> None:
+                 device: Device | None = None, sequence: list[int] | None = None, table: Table | None = None) -> None:
         self.transport = transport
         self.members = members
         self.context = context
@@ -78,7 +79,7 @@ class Comm:
             sequence = [0]
             transport.sequences.append(sequence)
         self._sequence = sequence  # shared by all views of one group
-        self.table = table
+        self._use(table)
 
     @property
     def table(self) -> Table:
@@ -86,7 +87,11 @@ class Comm:
 
     @table.setter
     def table(self, table: Table) -> None:
-        self._table = table
+        self._use(table)
+
+    def _use(self, table: Table | None) -> None:
+        self.chosen = table
+        self._table = table or (FASTEST if self.device is None else LEAST)
         self._straight = Straight(self) if Straight.fits(self) else None
 
     def __repr__(self) -> str:
@@ -98,7 +103,7 @@ class Comm:
             transport = self.transport
             device.progress = lambda: progress(transport)
             device.before_kernel = transport.check_reads if transport.checks else None
-        return Comm(self.transport, self.members, self.context, self.axis, device, self._sequence, self.table)
+        return Comm(self.transport, self.members, self.context, self.axis, device, self._sequence, self.chosen)
 
     # -------------------------------------------------------------------------------------------- collectives
 
@@ -265,7 +270,7 @@ class Comm:
         group = [rank for rank in range(self.size) if table[rank, 0] and table[rank, 1] == color]
         group.sort(key=lambda rank: (table[rank, 2], rank))
         members = [self.members[rank] for rank in group]
-        return Comm(self.transport, members, context, axis or self.axis, self.device, table=self.table)
+        return Comm(self.transport, members, context, axis or self.axis, self.device, table=self.chosen)
 
     def reserve_contexts(self, first: int, count: int) -> int:
         """Take ``count`` context ids from ``first`` on, which all members have agreed on; returns ``first``."""

@@ -93,7 +93,7 @@ class Mesh:
         context = self._first_context + sum(1 << AXES.index(axis) for axis in axes)
         name = "×".join(axis for axis in AXES if axis in axes) or "self"
         members = [self.comm.members[rank] for rank in ranks]
-        return Comm(self.comm.transport, members, context, name, self.device, table=self.comm.table)
+        return Comm(self.comm.transport, members, context, name, self.device, table=self.comm.chosen)
 
     def table(self, limit: int = 64) -> str:
         """Who is where: a line a rank, with its coordinates along the axes that are longer than one, outermost first.

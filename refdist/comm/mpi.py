@@ -298,7 +298,7 @@ class _MPI(Transport):
         return (request,)
 
     def swap(self, peer: int, context: int, tag: int, header: bytes, mine: np.ndarray, theirs: np.ndarray | None,
-             what: Any) -> np.ndarray:
+             what: Any, described: list[Request] | None = None) -> np.ndarray:
         comm, byte, slot, mpi_tag = self.comm, self.byte, self.swapping[0], context << 16 | tag
         head = comm.Irecv(slot.buffer, peer, mpi_tag)
         body = going = None
@@ -331,8 +331,11 @@ class _MPI(Transport):
         payload = np.empty(mine.nbytes, np.uint8) if theirs is None else as_bytes(theirs)
         request = _Request("receive", peer, context, tag, payload, b"", b"", header, what)
         request.slot, request.head, request.body, request.sending = slot, head, body, going
+        request.described = described is not None
         self._keep((head, body), (going,))
         self.wait((request,))
+        if described is not None and request.description:
+            described.append(request)
         return payload.view(mine.dtype) if theirs is None else theirs
 
     def trade(self, context: int, tag: int, what: Any, dests: Sequence[int], outgoing: Sequence[bytes],

@@ -4,9 +4,12 @@
     direct             everybody sends its shard r to rank r, which adds them in rank order; N - 1 messages
     recursive_halving  exchange half of what is left with ranks N/2, N/4, … apart; lg N steps (Thakur, Rabenseifner & Gropp 2005,
                        section 4.4); other numbers of ranks are folded first (``folding.py``)
+    recursive_doubling the whole sum on every rank, of which each keeps its shard: for very small arrays, where steps are all that
+                       counts; ⌊lg N⌋ steps of n bytes (2 more if N is no power of two), as the all-reduce of this name
 
-Each sends n (N - 1) / N bytes a rank, where N is a power of two for the last, and needs memory for at most as many; the partner
-of a folded rank needs up to 2 n / 3 more, since the folded rank's whole array comes in as well.
+Each of the others sends n (N - 1) / N bytes a rank, where N is a power of two for halving, and needs memory for at most as many;
+the partner of a folded rank needs up to 2 n / 3 more, since the folded rank's whole array comes in as well. Doubling needs two
+arrays like the input.
 
 Halving, with 4 ranks, seen from rank 0:
 
@@ -34,7 +37,8 @@ from refdist.comm.reduction import Reduce, accumulation_dtype, accumulator, boun
 if TYPE_CHECKING:
     from refdist.comm.communicator import Comm
 
-__all__ = ["ALGORITHMS", "direct", "find", "halving", "ordered", "recursive_halving", "reduce_scatter", "ring"]
+__all__ = ["ALGORITHMS", "direct", "doubling", "find", "halving", "ordered", "recursive_doubling", "recursive_halving",
+           "reduce_scatter", "ring"]
 
 
 def ring(call: Call, x: np.ndarray, offsets: Sequence[int], own: np.ndarray, reduce: Reduce) -> Steps:
@@ -131,7 +135,38 @@ def recursive_halving(call: Call, x: np.ndarray, offsets: Sequence[int], own: np
     yield (call.isend(pair[:theirs], partner),)
 
 
-ALGORITHMS = {"ring": ring, "direct": direct, "recursive_halving": recursive_halving}
+def doubling(call: Call, x: np.ndarray, total: np.ndarray, incoming: np.ndarray, reduce: Reduce) -> Steps:
+    """The sum of whole arrays among a power of two of ranks: each step doubles the number of ranks whose sum everybody has."""
+    rank, distance = call.rank, 1
+    while distance < call.size:
+        peer = rank ^ distance
+        yield call.exchange(x, incoming, peer)
+        # The same order on both, so that both get the same bits.
+        x = reduce(x, incoming, out=total) if rank < peer else reduce(incoming, x, out=total)
+        distance *= 2
+        call.step += 1
+
+
+def recursive_doubling(call: Call, x: np.ndarray, offsets: Sequence[int], own: np.ndarray, reduce: Reduce) -> Steps:
+    """Doubling among the core; a folded rank hands its whole array to its partner first and gets its shard at the end."""
+    core, folded, partner, _ = fold(call.size, call.rank)
+    if folded:
+        yield (call.isend(x, partner),)
+        yield (call.irecv(own, partner),)
+        return
+    total, incoming = call.buffer(x), call.buffer(x)
+    if partner >= 0:
+        yield (call.irecv(incoming, partner),)
+        x = reduce(incoming, x, out=total)
+        call.step += 1
+    yield from doubling(call.among(core), x, total, incoming, reduce)
+    shards = pieces(total, offsets)
+    np.copyto(own, shards[call.rank])
+    if partner >= 0:
+        yield (call.isend(shards[partner], partner),)
+
+
+ALGORITHMS = {"ring": ring, "direct": direct, "recursive_halving": recursive_halving, "recursive_doubling": recursive_doubling}
 
 
 def ordered(algorithm: str | None, order: str | None) -> str | None:

@@ -5,9 +5,10 @@ Here all that calls with one kind of array have in common is found out once, and
 one ``transport.trade`` with all of them. What travels is the same, header by header, so that one rank may come this way and its
 peer, which has a Work under way, the other. Groups without a device that counts, on a transport that can swap:
 
-    all_reduce      direct; with a power of two of ranks recursive doubling, and rabenseifner of as many elements on each rank
-    reduce_scatter  direct, along the first axis; with a power of two of ranks recursive halving, of shards of one length
-    all_gather      direct, along the first axis, into ``out``, of shards as ``np.array_split`` cuts them
+    all_reduce      direct; with a power of two of ranks recursive doubling and rabenseifner
+    reduce_scatter  direct, along the first axis; with a power of two of ranks recursive doubling and halving
+    all_gather      direct, along the first axis, into ``out``, of shards as ``np.array_split`` cuts them; with a power of two of
+                    ranks recursive doubling
 
 Each function returns None when a call is not one of these, before anything has been sent. Calls with bad arguments go the
 general way too, which raises the error.
@@ -29,6 +30,7 @@ from refdist.comm.call import Call
 from refdist.comm.message import pack_header
 from refdist.comm.reduction import Reduce, accumulator, bounds, divide
 from refdist.comm.transport import EAGER, Request
+from refdist.comm.work import drive
 
 if TYPE_CHECKING:
     from refdist.comm.communicator import Comm
@@ -54,6 +56,9 @@ class _Kind(NamedTuple):
         sizes: of these shards in bytes: of this rank's, of ``ahead``, of ``others``.
         even: whether all are of one size.
         small: whether all are small.
+        halving: of each step of a recursive halving what is kept of the partial sum, what is sent of it, and where what comes in
+            goes in memory for ``incoming`` elements.
+        doubling: of each step of a recursive doubling what this rank has of the flat whole array, and what its peer has.
     """
 
     call: Call
@@ -65,6 +70,9 @@ class _Kind(NamedTuple):
     sizes: tuple[int, Sequence[int], Sequence[int]]
     even: bool
     small: bool
+    halving: Sequence[tuple[slice, slice, slice]] = ()
+    incoming: int = 0
+    doubling: Sequence[tuple[slice, slice]] = ()
 
 
 class Straight:
@@ -87,7 +95,8 @@ class Straight:
             distances = [1 << step for step in range(size.bit_length() - 1)]
             self.steps = [(comm.members[rank ^ distance], not rank & distance) for distance in distances]
             self.algorithms |= {("all_reduce", "recursive_doubling"), ("all_reduce", "rabenseifner"),
-                                ("reduce_scatter", "recursive_halving")}
+                                ("reduce_scatter", "recursive_doubling"), ("reduce_scatter", "recursive_halving"),
+                                ("all_gather", "recursive_doubling")}
 
     @staticmethod
     def fits(comm: Comm) -> bool:
@@ -109,18 +118,10 @@ class Straight:
         self.comm.renew(call)
         partial, total = (x, out) if x.ndim == 1 else (x.reshape(-1), out.reshape(-1))
         if call.algorithm == "recursive_doubling":
-            incoming = None if x.nbytes <= EAGER else self._memory(call, total, total.size)
-            for peer, lower in self.steps:
-                received = self._swap(peer, call, partial, incoming)
-                partial = reduce(partial, received, out=total) if lower else reduce(received, partial, out=total)
+            self._double_sums(call, partial, total, reduce)
         elif call.algorithm == "rabenseifner":
-            own = total[kind.own]
-            self._halve(call, self.steps[::-1], partial, own, reduce, total)
-            known, start = own.size, kind.own.start
-            for peer, lower in self.steps:
-                other = start + known if lower else start - known
-                self._swap(peer, call, total[start:start + known], total[other:other + known])
-                start, known = min(start, other), 2 * known
+            self._halve(kind, partial, total)
+            self._double(kind, total[kind.own], total)
         else:
             own, headers = total[kind.own], self._headers(kind)
             apart = kind.even and not np.may_share_memory(out, x)  # what comes in then needs no memory of its own
@@ -147,7 +148,11 @@ class Straight:
         self.comm.renew(call)
         mine, own = (x, out) if x.ndim == 1 else (x.reshape(-1), out.reshape(-1))
         if call.algorithm == "recursive_halving":
-            self._halve(call, self.steps[::-1], mine, own, reduce)
+            self._halve(kind, mine, own)
+        elif call.algorithm == "recursive_doubling":
+            total = np.empty_like(mine)
+            self._double_sums(call, mine, total, reduce)
+            own[...] = total[kind.own]
         else:
             self._scatter(kind, self._headers(kind), mine, own)
         if op == "avg":
@@ -166,12 +171,8 @@ class Straight:
         call = kind.call
         self.comm.renew(call)
         own, whole = (x, out) if x.ndim == 1 else (x.reshape(-1), out.reshape(-1))
-        if call.size == 2 and kind.even:
-            theirs = whole[kind.others[0]]
-            received = self._swap(self.peers[0], call, own, None if kind.small else theirs)
-            if kind.small:
-                theirs[...] = received
-            whole[kind.own] = own
+        if call.algorithm == "recursive_doubling" or (call.size == 2 and kind.even):  # of two ranks, direct is the same
+            self._double(kind, own, whole, out)
             return out
         described: dict[int, Request] = {}
         self._gather(kind, self._headers(kind), own, whole, described)
@@ -181,17 +182,43 @@ class Straight:
 
     # -------------------------------------------------------------------------------------------------- steps
 
-    def _halve(self, call: Call, steps: Sequence[tuple[int, bool]], partial: np.ndarray, own: np.ndarray, reduce: Reduce,
-               sums: np.ndarray | None = None) -> None:
-        """Recursive halving of ``partial``; partial sums go to ``sums``, which may be ``partial``, or to memory of their own."""
-        for peer, lower in steps:
-            half = partial.size // 2
-            keep, send = (partial[:half], partial[half:]) if lower else (partial[half:], partial[:half])
-            received = self._swap(peer, call, send, None if send.nbytes <= EAGER else self._memory(call, own, half))
-            if sums is not None:
-                sums = sums[:half] if lower else sums[half:]
-            target = own if half == own.size else call.buffer(own, half) if sums is None else sums
-            partial = reduce(keep, received, out=target) if lower else reduce(received, keep, out=target)
+    def _halve(self, kind: _Kind, partial: np.ndarray, target: np.ndarray) -> None:
+        """Recursive halving of ``partial``: the sum of its own shard goes to ``target``, or, if that is an array like the whole
+        one, which ``partial`` may be, each partial sum to its place there."""
+        call, reduce, last = kind.call, kind.reduce, len(kind.halving) - 1
+        memory, in_place = self._memory(call, target, kind.incoming), call.name == "all_reduce"
+        for step, ((peer, lower), (keep, send, place)) in enumerate(zip(self.steps[::-1], kind.halving, strict=True)):
+            kept, room = partial[keep], memory[place]
+            self._swap(peer, call, partial[send], room)
+            total = room
+            if in_place:
+                total = target = target[keep]
+            elif step == last:
+                total = target
+            partial = reduce(kept, room, out=total) if lower else reduce(room, kept, out=total)
+
+    def _double(self, kind: _Kind, own: np.ndarray, whole: np.ndarray, out: np.ndarray | None = None) -> None:
+        """Recursive doubling of shards into the flat ``whole``. ``own`` is a part of it already, unless there is ``out``, which
+        is the same in its own shape: the shards of others may then be of other lengths, too."""
+        call, sent, described = kind.call, own, None if out is None else list[Request]()
+        for step, ((peer, _), (mine, theirs)) in enumerate(zip(self.steps, kind.doubling, strict=True)):
+            if step:
+                sent = whole[mine]
+            self._swap(peer, call, sent, whole[theirs], described)
+            if out is not None and not step:
+                whole[mine] = own
+            if out is not None and described:
+                drive(self.transport, gathering.doubling_described(call, out, None, step, described[0]))
+                return
+
+    def _double_sums(self, call: Call, partial: np.ndarray, total: np.ndarray, reduce: Reduce) -> None:
+        """Recursive doubling of the sum of whole arrays."""
+        swap, context, tag, nbytes = self.transport.swap, self.comm.context, call.tag, partial.nbytes
+        header = pack_header(call.mark, call.sequence, nbytes, self.transport.epoch, 0)
+        incoming = None if nbytes <= EAGER else self._memory(call, total, total.size)
+        for peer, lower in self.steps:
+            received = swap(peer, context, tag, header, partial, incoming, call)
+            partial = reduce(partial, received, out=total) if lower else reduce(received, partial, out=total)
 
     def _scatter(self, kind: _Kind, headers: _Headers, x: np.ndarray, own: np.ndarray,
                  theirs: list[np.ndarray] | None = None) -> None:
@@ -259,10 +286,21 @@ class Straight:
             self.scratch = np.empty(_SCRATCH, np.uint8)
         return self.scratch[:nbytes].view(like.dtype)
 
-    def _swap(self, peer: int, call: Call, mine: np.ndarray, theirs: np.ndarray | None) -> np.ndarray:
-        transport = self.transport
-        header = pack_header(call.mark, call.sequence, mine.nbytes, transport.epoch, 0)
-        return transport.swap(peer, self.comm.context, call.tag, header, mine, theirs, call)
+    def _swap(self, peer: int, call: Call, mine: np.ndarray, theirs: np.ndarray, described: list[Request] | None = None) -> None:
+        """``transport.swap`` of two flat arrays, also of different lengths; the second one is filled."""
+        transport, nbytes = self.transport, mine.nbytes
+        header = pack_header(call.mark, call.sequence, nbytes, transport.epoch, 0)
+        if theirs.nbytes == nbytes:
+            transport.swap(peer, self.comm.context, call.tag, header, mine, theirs, call, described)
+            return
+        incoming = pack_header(call.mark, call.sequence, theirs.nbytes, transport.epoch, 0)
+        small, odd = theirs.nbytes <= EAGER, None if described is None else dict[int, Request]()
+        received = transport.trade(self.comm.context, call.tag, call, [peer], [header], [mine], [peer], [incoming],
+                                   [None if small else theirs], odd)
+        if described is not None and odd:
+            described += odd.values()
+        elif small:
+            theirs[...] = np.frombuffer(received[0], theirs.dtype, theirs.size)
 
     # ------------------------------------------------------------------------------------ kinds of calls
 
@@ -283,14 +321,10 @@ class Straight:
 
     def _all_reduce(self, x: np.ndarray, *options: Any) -> _Kind | None:
         name, algorithm, mark, reduce = reducing.find(self.comm, x, *options)
-        if algorithm == "rabenseifner" and x.size % self.comm.size:
-            return None
         return self._new(name, algorithm, mark, x.shape, bounds(x.size, self.comm.size), x.itemsize, reduce)
 
     def _reduce_scatter(self, x: np.ndarray, *options: Any) -> _Kind | None:
         name, algorithm, mark, (reduce, offsets) = scattering.find(self.comm, x, 0, *options)
-        if algorithm == "recursive_halving" and x.shape[0] % self.comm.size:
-            return None
         shape = (offsets[self.comm.rank + 1] - offsets[self.comm.rank], *x.shape[1:])
         inner = math.prod(shape[1:])
         return self._new(name, algorithm, mark, shape, [inner * offset for offset in offsets], x.itemsize, reduce)
@@ -312,7 +346,28 @@ class Straight:
         shards = [slice(*edges) for edges in pairwise(offsets)]
         sizes = [itemsize * (shard.stop - shard.start) for shard in shards]
         rank, ahead, others = self.comm.rank, self.ahead, self.others
-        return _Kind(Call(self.comm, name, algorithm, 0, 0, mark), shape, reduce, shards[rank],
+        kind = _Kind(Call(self.comm, name, algorithm, 0, 0, mark), shape, reduce, shards[rank],
                      [shards[other] for other in ahead], [shards[other] for other in others],
                      (sizes[rank], [sizes[other] for other in ahead], [sizes[other] for other in others]),
                      len({*sizes}) == 1, max(sizes) <= EAGER)
+        return self._in_steps(kind, offsets) if self.steps else kind
+
+    def _in_steps(self, kind: _Kind, offsets: Sequence[int]) -> _Kind:
+        """With what each step of a halving and of a doubling sends."""
+        rank, start = self.comm.rank, 0
+        first, last = 0, self.comm.size  # the shards whose partial sum this rank still holds
+        halving = []
+        for _, lower in self.steps[::-1]:
+            middle, begin = (first + last) // 2, offsets[first]
+            halves = slice(0, offsets[middle] - begin), slice(offsets[middle] - begin, offsets[last] - begin)
+            keep = halves[not lower]
+            first, last = (first, middle) if lower else (middle, last)
+            end = start + keep.stop - keep.start
+            halving.append((keep, halves[lower], slice(start, end)))
+            start = 0 if kind.call.name == "all_reduce" else end  # there partial sums have memory of their own
+        places = []
+        for step in range(len(self.steps)):
+            distance = 1 << step
+            mine, theirs = rank & -distance, (rank ^ distance) & -distance
+            places.append((slice(offsets[mine], offsets[mine + distance]), slice(offsets[theirs], offsets[theirs + distance])))
+        return kind._replace(halving=halving, incoming=max(place.stop for _, _, place in halving), doubling=places)

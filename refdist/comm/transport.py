@@ -183,8 +183,10 @@ class Transport(abc.ABC):
         return receive, self.isend(peer, context, tag, header, b"", as_bytes(mine), what)
 
     def swap(self, peer: int, context: int, tag: int, header: bytes, mine: np.ndarray, theirs: np.ndarray | None,
-             what: Any) -> np.ndarray:
+             what: Any, described: list[Request] | None = None) -> np.ndarray:
         """Send ``mine`` to a rank and wait for as much from it, under one header. Arrays are C-contiguous.
+
+        What comes may also describe itself, if ``described`` is given: its request is then put there, and counts.
 
         Only for a rank that has no Work under way. A transport that can do this in less time than an exchange takes has a method
         of its own, and says so with ``can_swap``.
@@ -194,7 +196,10 @@ class Transport(abc.ABC):
             next call.
         """
         payload = np.empty_like(mine, np.uint8, order="C", shape=mine.nbytes) if theirs is None else as_bytes(theirs)
-        self.wait(self.exchange(peer, context, tag, header, mine, payload, what))
+        requests = self.exchange(peer, context, tag, header, mine, payload, what, described is not None)
+        self.wait(requests)
+        if described is not None and requests[0].description:
+            described.append(requests[0])
         return payload.view(mine.dtype) if theirs is None else theirs
 
     def trade(self, context: int, tag: int, what: Any, dests: Sequence[int], outgoing: Sequence[bytes],
