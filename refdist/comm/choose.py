@@ -82,7 +82,8 @@ LEAST = Table({
 FASTEST = Table({
     "all_reduce": [Row(ANY, 1 << 10, "recursive_doubling"), Row(2, 1 << 18, "recursive_doubling"),
                    Row(2, ANY, "rabenseifner"), Row(3, ANY, "direct"), Row(4, 1 << 18, "recursive_doubling"),
-                   Row(8, ANY, "direct"), Row(ANY, 1 << 16, "rabenseifner"), Row(ANY, ANY, "ring")],
+                   Row(4, 1 << 20, "rabenseifner"), Row(8, ANY, "direct"), Row(ANY, 1 << 16, "rabenseifner"),
+                   Row(ANY, ANY, "ring")],
     "reduce_scatter": [Row(2, ANY, "recursive_halving"), Row(3, ANY, "direct"), Row(4, 1 << 10, "recursive_doubling"),
                        Row(4, 1 << 22, "recursive_halving"), Row(8, ANY, "direct"), Row(ANY, 1 << 16, "recursive_halving"),
                        Row(ANY, ANY, "ring")],

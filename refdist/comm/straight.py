@@ -56,9 +56,9 @@ class _Kind(NamedTuple):
         sizes: of these shards in bytes: of this rank's, of ``ahead``, of ``others``.
         even: whether all are of one size.
         small: whether all are small.
-        halving: of each step of a recursive halving what is kept of the partial sum, what is sent of it, and where what comes in
-            goes in memory for ``incoming`` elements.
-        doubling: of each step of a recursive doubling what this rank has of the flat whole array, and what its peer has.
+        halving: of each step of a recursive halving the peer, whether this rank is the lower one, what is kept of the partial
+            sum, what is sent of it, and where what comes in goes in memory for ``incoming`` elements.
+        doubling: of each step of a recursive doubling the peer, what this rank has of the flat whole array, and what the peer has.
     """
 
     call: Call
@@ -70,9 +70,9 @@ class _Kind(NamedTuple):
     sizes: tuple[int, Sequence[int], Sequence[int]]
     even: bool
     small: bool
-    halving: Sequence[tuple[slice, slice, slice]] = ()
+    halving: Sequence[tuple[int, bool, slice, slice, slice]] = ()
     incoming: int = 0
-    doubling: Sequence[tuple[slice, slice]] = ()
+    doubling: Sequence[tuple[int, slice, slice]] = ()
 
 
 class Straight:
@@ -185,31 +185,31 @@ class Straight:
     def _halve(self, kind: _Kind, partial: np.ndarray, target: np.ndarray) -> None:
         """Recursive halving of ``partial``: the sum of its own shard goes to ``target``, or, if that is an array like the whole
         one, which ``partial`` may be, each partial sum to its place there."""
-        call, reduce, last = kind.call, kind.reduce, len(kind.halving) - 1
+        call, reduce, size = kind.call, kind.reduce, target.size
         memory, in_place = self._memory(call, target, kind.incoming), call.name == "all_reduce"
-        for step, ((peer, lower), (keep, send, place)) in enumerate(zip(self.steps[::-1], kind.halving, strict=True)):
+        for peer, lower, keep, send, place in kind.halving:
             kept, room = partial[keep], memory[place]
             self._swap(peer, call, partial[send], room)
-            total = room
             if in_place:
                 total = target = target[keep]
-            elif step == last:
-                total = target
+            else:
+                total = target if kept.size == size else room
             partial = reduce(kept, room, out=total) if lower else reduce(room, kept, out=total)
 
     def _double(self, kind: _Kind, own: np.ndarray, whole: np.ndarray, out: np.ndarray | None = None) -> None:
         """Recursive doubling of shards into the flat ``whole``. ``own`` is a part of it already, unless there is ``out``, which
         is the same in its own shape: the shards of others may then be of other lengths, too."""
-        call, sent, described = kind.call, own, None if out is None else list[Request]()
-        for step, ((peer, _), (mine, theirs)) in enumerate(zip(self.steps, kind.doubling, strict=True)):
-            if step:
-                sent = whole[mine]
-            self._swap(peer, call, sent, whole[theirs], described)
-            if out is not None and not step:
-                whole[mine] = own
-            if out is not None and described:
-                drive(self.transport, gathering.doubling_described(call, out, None, step, described[0]))
-                return
+        call, step = kind.call, 0
+        described: list[Request] | None = None if out is None else []
+        for peer, mine, theirs in kind.doubling:
+            self._swap(peer, call, whole[mine] if step else own, whole[theirs], described)
+            if out is not None:
+                if not step:
+                    whole[mine] = own
+                if described:
+                    drive(self.transport, gathering.doubling_described(call, out, None, step, described[0]))
+                    return
+            step += 1
 
     def _double_sums(self, call: Call, partial: np.ndarray, total: np.ndarray, reduce: Reduce) -> None:
         """Recursive doubling of the sum of whole arrays."""
@@ -357,17 +357,18 @@ class Straight:
         rank, start = self.comm.rank, 0
         first, last = 0, self.comm.size  # the shards whose partial sum this rank still holds
         halving = []
-        for _, lower in self.steps[::-1]:
+        for peer, lower in self.steps[::-1]:
             middle, begin = (first + last) // 2, offsets[first]
             halves = slice(0, offsets[middle] - begin), slice(offsets[middle] - begin, offsets[last] - begin)
             keep = halves[not lower]
             first, last = (first, middle) if lower else (middle, last)
             end = start + keep.stop - keep.start
-            halving.append((keep, halves[lower], slice(start, end)))
+            halving.append((peer, lower, keep, halves[lower], slice(start, end)))
             start = 0 if kind.call.name == "all_reduce" else end  # there partial sums have memory of their own
         places = []
-        for step in range(len(self.steps)):
+        for step, (peer, _) in enumerate(self.steps):
             distance = 1 << step
-            mine, theirs = rank & -distance, (rank ^ distance) & -distance
-            places.append((slice(offsets[mine], offsets[mine + distance]), slice(offsets[theirs], offsets[theirs + distance])))
-        return kind._replace(halving=halving, incoming=max(place.stop for _, _, place in halving), doubling=places)
+            mine, theirs = (slice(offsets[first], offsets[first + distance])
+                            for first in (rank & -distance, (rank ^ distance) & -distance))
+            places.append((peer, mine, theirs))
+        return kind._replace(halving=halving, incoming=max(step[-1].stop for step in halving), doubling=places)
