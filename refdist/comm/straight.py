@@ -58,7 +58,7 @@ class _Kind(NamedTuple):
         small: whether all are small.
         halving: of each step of a recursive halving the peer, whether this rank is the lower one, what is kept of the partial
             sum, what is sent of it, and where what comes in goes in memory for ``incoming`` elements.
-        doubling: of each step of a recursive doubling the peer, what this rank has of the flat whole array, and what the peer has.
+        doubling: of each step of a recursive doubling the peer, what this rank has of the flat whole array, and what it has.
     """
 
     call: Call
@@ -199,9 +199,9 @@ class Straight:
     def _double(self, kind: _Kind, own: np.ndarray, whole: np.ndarray, out: np.ndarray | None = None) -> None:
         """Recursive doubling of shards into the flat ``whole``. ``own`` is a part of it already, unless there is ``out``, which
         is the same in its own shape: the shards of others may then be of other lengths, too."""
-        call, step = kind.call, 0
+        call = kind.call
         described: list[Request] | None = None if out is None else []
-        for peer, mine, theirs in kind.doubling:
+        for step, (peer, mine, theirs) in enumerate(kind.doubling):
             self._swap(peer, call, whole[mine] if step else own, whole[theirs], described)
             if out is not None:
                 if not step:
@@ -209,7 +209,6 @@ class Straight:
                 if described:
                     drive(self.transport, gathering.doubling_described(call, out, None, step, described[0]))
                     return
-            step += 1
 
     def _double_sums(self, call: Call, partial: np.ndarray, total: np.ndarray, reduce: Reduce) -> None:
         """Recursive doubling of the sum of whole arrays."""
