@@ -27,6 +27,7 @@ from refdist.numerics.rounding import store
 __all__ = ["CATEGORIES", "Device", "Traffic"]
 
 _POOLS = 4096  # kinds of arrays that are remembered
+_NOTHING = False, False  # what a function that is no kernel takes
 CATEGORIES = ("parameter", "gradient", "master", "optimizer", "activation", "gathered", "communication")
 
 
@@ -112,8 +113,16 @@ class Device:
         return self._arena.reserved
 
     def _bound_empty(self, category: str) -> Callable[..., np.ndarray]:
-        def empty(like: np.ndarray, shape: int | tuple[int, ...] | None = None, dtype: Any = None) -> np.ndarray:
-            return self.empty(like, shape, category, dtype)
+        def empty(like: np.ndarray, shape: tuple[int, ...] | None = None, dtype: Any = None) -> np.ndarray:
+            if shape is None:
+                shape = like.shape
+            if dtype is None:
+                dtype = like.dtype
+            pool = self._pools.get((category, shape, dtype))
+            if pool is None:
+                return self.empty(like, shape, category, dtype)
+            self._take(category, pool.nbytes)
+            return self._arena.array(shape, dtype, pool)
         return empty
 
     def _pool(self, category: str, shape: tuple[int, ...], dtype: Any) -> Pool:
@@ -156,10 +165,10 @@ class Device:
 
         Its arrays come from the arena under ``category``, its products from :attr:`matmul`.
         """
-        wants = getattr(kernel, "wants", ())
-        if "empty" in wants:
+        takes_empty, takes_matmul = getattr(kernel, "wants", _NOTHING)
+        if takes_empty:
             kwargs["empty"] = self._empty_of[category]
-        if "matmul" in wants:
+        if takes_matmul:
             kwargs["matmul"] = self.matmul
         if self.before_kernel is not None:
             self.before_kernel(kernel.__name__, args)

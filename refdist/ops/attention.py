@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,13 @@ class AttentionMask:
         return self._visible[what]
 
 
+@lru_cache(maxsize=16)
+def _limits(dtype: np.dtype) -> tuple[np.floating[Any], np.floating[Any]]:
+    """The lowest finite number of a format, and the smallest positive one with all its digits."""
+    limits = np.finfo(dtype)
+    return limits.min, limits.tiny
+
+
 def _flops(products: int, q: np.ndarray, mask: AttentionMask) -> int:
     """FLOPs of so many products [queries, keys] × head_dim in each head, of which only the visible part counts."""
     return int(2 * products * q.shape[0] * q.shape[2] * q.shape[3] * mask.visible_pairs)
@@ -114,7 +121,7 @@ def attention(
     q_heads, out_heads = _by_kv_head(q, k), _by_kv_head(out, k)
     log_sums = empty_like(lse, q_heads.shape[:4])  # [batch, kv_heads, group, queries]
     k_heads, v_heads = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [batch, kv_heads, keys, head_dim]
-    scores = _Scratch(lse)
+    scores, lowest, smallest = _Scratch(lse), *_limits(lse.dtype)
     for rows, heads, tiles in _tiles(q, k, mask):
         for queries, key_tiles in tiles:
             query = _turned(rounded(_taken(q_heads, rows, heads, queries, scale)))  # [rows, kv_heads, head_dim, group · queries]
@@ -126,7 +133,7 @@ def attention(
                 _hide(p, hidden)
                 highest = np.maximum.reduce(p, axis=0)  # [columns]
                 old_top, top = top, highest if top is None else np.maximum(top, highest)
-                shift = np.where(top == -np.inf, 0, top)
+                shift = np.maximum(top, lowest)  # −∞ less −∞ is no number
                 p -= shift
                 np.exp(p, out=p)
                 sums = np.add.reduce(p, axis=0)
@@ -145,11 +152,10 @@ def attention(
             if total is None:
                 here[...], logs[...] = 0, -np.inf
                 continue
-            sees = norm > 0
-            norm[~sees] = 1
-            total /= norm.reshape(*total.shape[:3], 1)
-            here[...] = total.reshape(here.shape)
-            logs[...] = np.where(sees, top + np.log(norm), -np.inf).reshape(logs.shape)
+            np.maximum(norm, smallest, out=norm)  # 0 / 0 is no number, but 0 where a query sees no key
+            np.divide(total.reshape(here.shape), norm.reshape(*here.shape[:4], 1), out=here)
+            top += np.log(norm)
+            logs[...] = top.reshape(logs.shape)
     lse[...] = log_sums.reshape(q.shape[0], q.shape[2], q.shape[1]).swapaxes(1, 2)
     return result if out is result else store(out, result), lse
 
@@ -197,7 +203,7 @@ def attention_backward(
             dtotal = _taken(dout_heads, rows, heads, queries)
             query_columns, dtotal_columns = _turned(query), _turned(dtotal)
             d, log_sum = (x[rows, heads, :, queries].reshape(-1) for x in (d_heads, log_sums))  # [columns]
-            dquery = np.zeros_like(query, dtype=lse.dtype)
+            dquery: Any = None
             for keys, hidden in key_tiles:
                 p = _product(k_heads[rows, heads, keys], query_columns, scores, multiply)  # [keys, columns]
                 _hide(p, hidden)
@@ -214,10 +220,13 @@ def attention_backward(
                 ds *= p
                 slope = _by_head(rounded(ds), query_columns)
                 dkey[:, :, keys] += multiply(slope, query)
-                dquery += multiply(slope.swapaxes(2, 3), k_heads[rows, heads, keys])
-            dquery *= scale
+                term = multiply(slope.swapaxes(2, 3), k_heads[rows, heads, keys])
+                dquery = term if dquery is None else np.add(dquery, term, out=dquery)
             here = dq_heads[rows, heads, :, queries]
-            here[...] = dquery.reshape(here.shape)
+            if dquery is None:
+                here[...] = 0
+            else:
+                np.multiply(dquery.reshape(here.shape), scale, out=here)
         dk.swapaxes(1, 2)[rows, heads] = dkey
         dv.swapaxes(1, 2)[rows, heads] = dvalue
     for x, result in zip((dq, dk, dv), results, strict=True):
@@ -302,11 +311,12 @@ def _trimmed(keys: slice, hidden: np.ndarray, group: int, dtype: np.dtype) -> Ke
     seen = np.flatnonzero(~hidden.all(axis=1))
     if not len(seen):
         return []
-    keys, hidden = slice(keys.start + seen[0], keys.start + seen[-1] + 1), hidden[seen[0] : seen[-1] + 1]
+    first, last = int(seen[0]), int(seen[-1])
+    keys, hidden = slice(keys.start + first, keys.start + last + 1), hidden[first : last + 1]
     partly = np.flatnonzero(hidden.any(axis=1))
     if not len(partly):
         return [(keys, None)]
-    part = slice(partly[0], partly[-1] + 1)
+    part = slice(int(partly[0]), int(partly[-1]) + 1)
     bias = np.where(hidden[part], dtype.type(-np.inf), dtype.type(0))
     return [(keys, Hidden(part, np.tile(bias, group)))]
 

@@ -16,7 +16,7 @@ what FlashAttention (Dao et al. 2022, section 3) does on a GPU's shared memory, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -36,25 +36,21 @@ def kernel(flops: Callable[..., int] | None = None) -> Callable[[F], F]:
     Args:
         flops: from the kernel's positional arguments to its matmul FLOPs (2·m·n·k a product); None: no matmul.
 
-    Sets two attributes, `flops` and `wants` (which of `empty` and `matmul` it takes), and returns the function itself.
+    Sets two attributes, `flops` and `wants` (whether it takes `empty`, and `matmul`), and returns the function itself.
     """
 
     def mark(function: F) -> F:
-        wants = frozenset(inspect.signature(function).parameters) & {"empty", "matmul"}
-        function.flops = flops or _no_flops  # type: ignore[attr-defined]
-        function.wants = wants  # type: ignore[attr-defined]
+        parameters = inspect.signature(function).parameters
+        function.flops = flops  # type: ignore[attr-defined]
+        function.wants = "empty" in parameters, "matmul" in parameters  # type: ignore[attr-defined]
         return function
 
     return mark
 
 
-def _no_flops(*_: Any) -> int:
-    return 0
-
-
 def empty_like(like: np.ndarray, shape: tuple[int, ...] | None = None, dtype: Any = None) -> np.ndarray:
     """An uninitialised C-ordered array of the kind of `like`; the default `empty` of every kernel."""
-    return np.empty_like(like, dtype=dtype, order="C", subok=False, shape=like.shape if shape is None else shape)
+    return np.empty(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)
 
 
 def accumulation_dtype(x: np.ndarray) -> np.dtype:
@@ -79,7 +75,7 @@ def in_two_steps(matmul: Callable[..., np.ndarray]) -> tuple[Callable[..., np.nd
 
 def row_blocks(
     *arrays: np.ndarray, out: Sequence[np.ndarray] = (), scratch: int = 0, elements: int | None = None
-) -> Iterator[tuple[np.ndarray, ...]]:
+) -> Iterable[tuple[np.ndarray, ...]]:
     """Walk over arrays [..., n_i] of equal leading dimensions, as views [rows, n_i] of at most `elements` elements.
 
     In place of a view of 16 bits there is a float32 block: a copy, or for `out` one that is rounded into the array when the
@@ -92,14 +88,31 @@ def row_blocks(
             views; their memory is the same from block to block.
         elements: of one block; BLOCK unless given.
     """
-    flat = [a.reshape(-1, a.shape[-1]) if a.size else a.reshape(0, a.shape[-1]) for a in (*arrays, *out)]
+    flat: list[np.ndarray] = []
+    widest, narrow = 1, list[int]()
+    for a in (*arrays, *out):
+        if a.ndim != 2:
+            a = a.reshape(-1 if a.size else 0, a.shape[-1])
+        if a.itemsize == 2 and has_16_bits(a.dtype):
+            narrow.append(len(flat))
+        flat.append(a)
+        widest = max(widest, a.shape[1])
+    first, step = flat[0], max(1, (elements or BLOCK) // widest)
+    if len(first) > step or narrow:
+        return _row_blocks(flat, len(arrays), narrow, scratch, step)
+    if not len(first):
+        return ()
+    if scratch:  # in one block
+        dtype = accumulation_dtype(first)
+        flat += [np.empty(first.shape, dtype) for _ in range(scratch)]
+    return (tuple(flat),)
+
+
+def _row_blocks(
+    flat: list[np.ndarray], count: int, narrow: list[int], scratch: int, step: int
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Blocks of ``step`` rows; ``count`` of the arrays are read, the ones at the places ``narrow`` have 16 bits."""
     rows, width = flat[0].shape
-    narrow = [place for place, a in enumerate(flat) if has_16_bits(a.dtype)]
-    step = max(1, (elements or BLOCK) // max([1, *[a.shape[1] for a in flat]]))
-    if rows <= step and not narrow:  # one block
-        if rows:
-            yield (*flat, *[empty_like(flat[0], None, accumulation_dtype(flat[0])) for _ in range(scratch)])
-        return
     work = [empty_like(flat[0], (min(step, rows), width), accumulation_dtype(flat[0])) for _ in range(scratch)]
     wide = {place: empty_like(flat[place], (min(step, rows), flat[place].shape[1]), np.float32) for place in narrow}
     for start in range(0, rows, step):
@@ -107,9 +120,9 @@ def row_blocks(
         stored = [(place, views[place]) for place in wide]
         for place, view in stored:
             views[place] = wide[place][: len(view)]
-            if place < len(arrays):
+            if place < count:
                 to_float32(view, out=views[place])
         yield (*views, *(w[: len(views[0])] for w in work))
         for place, view in stored:
-            if place >= len(arrays):
+            if place >= count:
                 store(views[place], view)

@@ -120,4 +120,6 @@ def _pairs(terms: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray
 
 def _rows(x: np.ndarray) -> np.ndarray:
     """[..., n] seen as a matrix [rows, n]."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.ndim == 2:
+        return x
+    return x.reshape(-1, x.shape[-1]) if x.size else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

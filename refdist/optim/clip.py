@@ -35,7 +35,8 @@ def exact_squares(arrays: Iterable[np.ndarray]) -> np.ndarray:
         arrays: parts of gradients in which rows (along the last dimension) are whole.
     """
     digits = np.zeros(_DIGITS + 2, np.int64)
-    sums = np.concatenate([np.zeros(0), *_row_sums(arrays)])
+    with np.errstate(over="ignore"):  # to infinity, which is counted
+        sums = np.concatenate([np.zeros(0), *_row_sums(arrays)])
     finite = np.isfinite(sums)
     if not finite.all():
         digits[-2] += np.count_nonzero(np.isinf(sums))
@@ -74,10 +75,8 @@ def _row_sums(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         step = max(1, _BLOCK // rows.shape[1])
         for start in range(0, len(rows), step):
             block = widened(rows[start:start + step]).astype(np.float64)
-            with np.errstate(over="ignore"):  # to infinity, which is counted
-                block *= block
-                sums = np.add.reduce(block, axis=1)
-            yield sums
+            block *= block
+            yield np.add.reduce(block, axis=1)
 
 
 def _joined(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
