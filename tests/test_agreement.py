@@ -12,6 +12,7 @@ from mpirun import run_ranks
 import refdist as rd
 from refdist.errors import ConfigError
 from refdist.numerics import LossScale
+from refdist.parallel.agreement import require_same
 
 CONFIG, PARAMS = model(num_attention_heads=2, num_key_value_heads=2)
 IDS, LABELS = batch(CONFIG, 4, 6)
@@ -140,3 +141,24 @@ def test_the_same_numbers_in_another_shape_are_another_batch():
 
     with pytest.raises(ConfigError, match="different input_ids"):
         rd.run(program, 2)
+
+
+def test_what_has_changed_since_the_last_time_is_compared_anew():
+    @dataclasses.dataclass
+    class Open:
+        x: int = 1
+
+    @dataclasses.dataclass(frozen=True)
+    class WithList:
+        x: list[int] = dataclasses.field(default_factory=lambda: [1])
+
+    for make, change in ((Open, lambda value: setattr(value, "x", 2)), (WithList, lambda value: value.x.append(2))):
+        def program(comm: rd.Comm, make=make, change=change) -> None:
+            value = make()
+            require_same(comm, value=value)
+            if comm.rank == 1:
+                change(value)
+            require_same(comm, value=value)
+
+        with pytest.raises(ConfigError, match="ranks 0 and 1 have been given different value"):
+            rd.run(program, 2)

@@ -71,3 +71,26 @@ def test_normal_has_the_moments_of_a_normal():
 def test_keep_mask_keeps_with_the_right_probability():
     assert keep_mask(stream(0, "m"), (1000, 300), None, 0.3).mean() == pytest.approx(0.7, abs=5e-3)
     assert keep_mask(stream(0, "m"), (1000,), None, 0.0).all()
+
+
+def test_keep_mask_again_is_that_of_the_same_place_only():
+    """Small draws are remembered by all that they depend on: parts of one array whose indices have the same bytes, for one."""
+    whole = random_words(stream(0, "m"), (6, 8))
+    boxes = [(np.array([1, 0], np.int32), np.array([3])), (np.array([1]), np.array([3])), (slice(0, 2), slice(3, 5)),
+             (slice(3, 5), slice(0, 2)), (slice(None), slice(None)), None, (np.array([1]), slice(3, 4))]
+    for _ in range(2):
+        for box in boxes:
+            rows, columns = box or (slice(None), slice(None))
+            part = whole[rows][:, columns]
+            for drop in (0.25, 0.75):
+                np.testing.assert_array_equal(keep_mask(stream(0, "m"), (6, 8), box, drop), part >= np.uint32(drop * 2**32))
+    for other in (keep_mask(stream(1, "m"), (6, 8), None, 0.5), keep_mask(stream(0, "n"), (6, 8), None, 0.5),
+                  keep_mask(stream(0, "m"), (8, 6), None, 0.5).reshape(-1)[:48].reshape(6, 8)[:, ::-1]):
+        assert (other != (whole >= 1 << 31)).any()
+    mask = keep_mask(stream(0, "m"), (6, 8), None, 0.5)
+    mask[...] = False  # belongs to the caller
+    np.testing.assert_array_equal(keep_mask(stream(0, "m"), (6, 8), None, 0.5), whole >= 1 << 31)
+    np.testing.assert_array_equal(keep_mask(stream(0, "m"), (9, 8), (slice(0, 6), slice(None)), 0.5), whole >= 1 << 31)
+    for seed in range(600):
+        keep_mask(stream(seed, "many"), (3,), None, 0.5)
+    assert len(module._remembered) <= module.REMEMBERED

@@ -24,9 +24,13 @@ KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 
 LOW = np.array(0xFFFFFFFF, np.uint64)
 HALF = np.array(32, np.uint64)
 CHUNK = 32768  # elements drawn at a time, so that the rounds stay in cache
+SMALL, REMEMBERED = 2048, 512  # elements of a draw that is remembered, and how many are
 
 Box = Sequence["slice | np.ndarray"]  # a part of an array: one slice (step 1) or integer array a dimension
 Words = Sequence[np.ndarray]  # four arrays of one shape: the words, or the numbers, of elements 4c, 4c+1, 4c+2, 4c+3
+
+
+_remembered: dict[Any, np.ndarray] = {}
 
 
 class Stream(NamedTuple):
@@ -81,7 +85,22 @@ def normal(
 
 def keep_mask(identity: Stream, shape: Sequence[int], box: Box | None, drop: float) -> np.ndarray:
     """bool, false with probability `drop` (to 2⁻³²): which elements dropout keeps; shape and box as above."""
-    return random_words(identity, shape, box) >= np.uint32(min(round(drop * 2**32), 2**32 - 1))
+    return _words_again(identity, shape, box) >= np.uint32(min(round(drop * 2**32), 2**32 - 1))
+
+
+def _words_again(identity: Stream, shape: Sequence[int], box: Box | None) -> np.ndarray:
+    """As `random_words`, read-only; a few small draws are remembered, since backward asks for what forward has drawn."""
+    parts = [(p.dtype.num, p.tobytes()) if isinstance(p, np.ndarray) else (p.start, p.stop, p.step) for p in box or ()]
+    key = identity, *shape, *parts
+    words = _remembered.get(key)
+    if words is None:
+        words = random_words(identity, shape, box)
+        words.flags.writeable = False
+        if words.size <= SMALL:
+            if len(_remembered) >= REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = words
+    return words
 
 
 def _draw(
