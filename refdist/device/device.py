@@ -27,7 +27,6 @@ from refdist.numerics.rounding import store
 __all__ = ["CATEGORIES", "Device", "Traffic"]
 
 _POOLS = 4096  # kinds of arrays that are remembered
-_NOTHING = False, False  # what a function that is no kernel takes
 CATEGORIES = ("parameter", "gradient", "master", "optimizer", "activation", "gathered", "communication")
 
 
@@ -165,10 +164,10 @@ class Device:
 
         Its arrays come from the arena under ``category``, its products from :attr:`matmul`.
         """
-        takes_empty, takes_matmul = getattr(kernel, "wants", _NOTHING)
-        if takes_empty:
+        wants = getattr(kernel, "wants", ())
+        if "empty" in wants:
             kwargs["empty"] = self._empty_of[category]
-        if takes_matmul:
+        if "matmul" in wants:
             kwargs["matmul"] = self.matmul
         if self.before_kernel is not None:
             self.before_kernel(kernel.__name__, args)

@@ -36,13 +36,13 @@ def kernel(flops: Callable[..., int] | None = None) -> Callable[[F], F]:
     Args:
         flops: from the kernel's positional arguments to its matmul FLOPs (2·m·n·k a product); None: no matmul.
 
-    Sets two attributes, `flops` and `wants` (whether it takes `empty`, and `matmul`), and returns the function itself.
+    Sets two attributes, `flops` and `wants` (which of `empty` and `matmul` it takes), and returns the function itself.
     """
 
     def mark(function: F) -> F:
-        parameters = inspect.signature(function).parameters
+        wants = frozenset(inspect.signature(function).parameters) & {"empty", "matmul"}
         function.flops = flops  # type: ignore[attr-defined]
-        function.wants = "empty" in parameters, "matmul" in parameters  # type: ignore[attr-defined]
+        function.wants = wants  # type: ignore[attr-defined]
         return function
 
     return mark
