@@ -6,6 +6,7 @@ The numbers are small whole ones, so that a sum is exact in every dtype and ever
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import refdist as rd
 from refdist.comm import all_gather, all_reduce, all_to_all, broadcast, gather, inprocess, reduce, reduce_scatter, scatter
-from refdist.comm.choose import ANY, Row, Table
+from refdist.comm.choose import ANY, LEAST, Row, Table
 from refdist.comm.inprocess import _InProcess
 from refdist.comm.reduction import bounds
 
@@ -260,7 +261,8 @@ def test_a_group_that_is_counted_sends_as_little_as_possible() -> None:
         counted, half = comm.bind(rd.Device()), comm.split(0)
         assert half is not None
         mesh = rd.Mesh(comm, tp=4, device=rd.Device())
-        usual = [*names(comm), *names(counted), *names(counted.bind(None)), *names(half), *names(mesh.axis("tp"))]
+        usual = [*names(comm), *names(counted), *names(counted.bind(None)), *names(half), *names(mesh.axis("tp")),
+                 *names(half.bind(rd.Device()))]
         comm.table = table = Table({"all_reduce": [Row(ANY, ANY, "ring")]})
         half = comm.split(0)
         assert half is not None
@@ -269,7 +271,52 @@ def test_a_group_that_is_counted_sends_as_little_as_possible() -> None:
         return usual
 
     for usual in rd.run(program, 4):
-        assert usual == ["recursive_doubling", "rabenseifner", "recursive_doubling", "recursive_doubling", "rabenseifner"]
+        assert usual == ["recursive_doubling", "rabenseifner", "recursive_doubling", "recursive_doubling", "rabenseifner",
+                         "rabenseifner"]
+    for ranks, nbytes in itertools.product((2, 4, 8, 16, 64), (1 << 11, 1 << 16, 1 << 17, 1 << 22, 1 << 28)):
+        assert LEAST.pick("reduce_scatter", ranks, nbytes) != "recursive_doubling"
+        assert ranks == 2 or LEAST.pick("all_reduce", ranks, nbytes) in ("ring", "rabenseifner", "direct")
+
+
+def test_the_straight_way_is_left_where_it_must_be() -> None:
+    """With checks, after another table was set, with an ``out`` of another dtype or over the input."""
+    def program(comm: rd.Comm) -> None:
+        x = np.arange(16.0) + comm.rank
+        comm.all_reduce(x)
+        comm.table = Table({operation: [Row(ANY, ANY, "ring")] for operation in ("all_reduce", "reduce_scatter", "all_gather")})
+        np.testing.assert_array_equal(comm.all_reduce(x), 4 * np.arange(16.0) + 6)
+
+    def odd(comm: rd.Comm) -> None:
+        whole = np.arange(24.0) * (comm.rank + 1)
+        shard = np.split(10 * np.arange(24.0), 4)[comm.rank]
+        for algorithm in reduce_scatter.ALGORITHMS:
+            x = whole.copy()
+            np.testing.assert_array_equal(comm.reduce_scatter(x, algorithm=algorithm, out=x[3:9]), shard)
+        with pytest.raises(ValueError, match="out is int64"):
+            comm.all_gather(np.ones(4), algorithm="recursive_doubling", out=np.empty(16, np.int64))
+
+    for checks, calls in ((True, 0), (False, 8)):
+        with (mock.patch.object(_InProcess, "can_swap", True),
+              mock.patch.object(_InProcess, "swap", autospec=True, side_effect=_InProcess.swap) as swap):
+            rd.run(program, 4, checks=checks)
+        assert swap.call_count == calls
+    with mock.patch.object(_InProcess, "can_swap", True):
+        rd.run(odd, 4)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("algorithm", all_gather.ALGORITHMS)
+def test_all_gather_of_out_itself(algorithm: str, checks: bool) -> None:
+    """All that there is on one rank; and a group of one rank, where ``out`` must be of the array's shape, too."""
+    def program(comm: rd.Comm) -> np.ndarray:
+        out = np.arange(8 * 513).reshape(8, 513) if comm.rank else np.zeros((8, 513), int)
+        return comm.all_gather(out if comm.rank else out[:0], algorithm=algorithm, out=out)
+
+    for result in rd.run(program, 2, checks=checks):
+        np.testing.assert_array_equal(result, np.arange(8 * 513).reshape(8, 513))
+    for rows in (1, 2):
+        with pytest.raises(ValueError, match=rf"out is float64\[5, 3\] \(rank 0\): expected float64\[{rows}, 3\]"):
+            rd.run(lambda comm, n=rows: comm.all_gather(np.ones((n, 3)), algorithm=algorithm, out=np.empty((5, 3))), 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])

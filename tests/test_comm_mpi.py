@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 
 import numpy as np
@@ -38,6 +39,13 @@ def test_a_rank_with_a_work_under_way_meets_one_without(ranks: int) -> None:
 def test_the_straight_way_gives_what_the_general_one_does(ranks: int) -> None:
     done = run_ranks(ranks, [__file__, "straight"])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_message_that_describes_itself_where_none_was_expected() -> None:
+    """Rank 0 sums, rank 1 gathers shards that are not cut in the usual way: another call, not another length."""
+    done = run_ranks(2, [__file__, "described"])
+    assert done.returncode != 0
+    assert "MismatchError: rank 0 is in all_reduce" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not os.environ.get("REFDIST_TEST_HUGE"), reason="REFDIST_TEST_HUGE=1 sends 2^31 bytes and more")
@@ -178,11 +186,25 @@ def straight(comm: rd.Comm) -> None:
         np.testing.assert_array_equal(every_other, size * x)
         np.testing.assert_array_equal(comm.reduce_scatter(x, algorithm=algorithm, out=part), size * x[4 * rank:4 * rank + 4])
         np.testing.assert_array_equal(part, size * x[4 * rank:4 * rank + 4])
+    device = rd.Device()
+    counted = comm.bind(device)
+    np.testing.assert_array_equal(counted.all_reduce(x, algorithm="ring"), size * x)
+    np.testing.assert_array_equal(counted.all_reduce(x, algorithm="direct"), size * x)
+    assert device.bytes_sent == 2 * 2 * (size - 1) * x.nbytes // size
     for length in (9000, 30):  # rank 0 has to go on with its Work while it waits in another call
         work = comm.start("all_reduce", np.ones(length), algorithm="ring")
         first = comm.all_reduce(np.ones(4), algorithm="direct") if rank == 0 else None
         np.testing.assert_array_equal(work.wait(), np.full(length, size))
         np.testing.assert_array_equal(comm.all_reduce(np.ones(4), algorithm="direct") if rank else first, np.full(4, size))
+
+
+def described(comm: rd.Comm) -> None:
+    if comm.rank == 0:
+        comm.all_reduce(np.ones(4), algorithm="recursive_doubling")
+    else:  # sends, and does not look at what comes
+        work = comm.start("all_gather", np.ones(3), algorithm="recursive_doubling", out=np.empty(8))
+        time.sleep(10)
+        work.wait()
 
 
 def huge(comm: rd.Comm) -> None:

@@ -188,6 +188,13 @@ def test_mixed_operands_are_multiplied_in_fp32(draw):
     assert np.array_equal(out, store(y, np.empty_like(out)))
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (2, 5, 0), (2, 0, 3), (0,)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_of_nothing_there_are_no_blocks(shape, dtype):
+    x = np.zeros(shape, dtype)
+    assert not list(row_blocks(x, out=(np.zeros_like(x),), scratch=1))
+
+
 @pytest.mark.parametrize("elements", [3, 100, 32768])
 def test_blocks_of_16_bits_are_copies_that_are_stored_only_where_they_are_written(draw, elements):
     x, y, wide = draw(7, 11), draw(7, 11), np.zeros((7, 11), np.float32)

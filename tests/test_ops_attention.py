@@ -133,6 +133,18 @@ def test_scores_of_ten_thousand_are_safe(dtype):
     assert all(np.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.usefixtures("_small_tiles")
+def test_a_row_of_scores_far_below_zero_still_sees_its_keys():
+    """Scores of −10⁸, which float16 could not hold, are not taken for keys that nobody sees."""
+    q, k, v = (np.abs(x) + 1 for x in draw(dtype=np.float32))
+    mask = causal(7)
+    out, lse = ops.attention(-1e4 * q, 1e4 * k, v, mask)
+    want, want_lse = naive_attention(*(x.astype(np.float64) for x in (-1e4 * q, 1e4 * k, v)), mask)
+    assert want_lse.max() < -1e8
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+    assert_close(out, want, 1e-6)
+
+
 def test_parts_merge_into_the_whole_and_gradients_add_up():
     q, k, v = draw(queries=6, keys=9)
     q_positions, k_positions = np.array([0, 3, 4, 6, 7, 8]), np.arange(9)

@@ -49,3 +49,12 @@ def test_add_is_in_place():
     want = y + x
     assert ops.add(y, x) is y
     assert np.array_equal(y, want)
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (3, 2)])
+@pytest.mark.parametrize("width", [0, 4])
+def test_products_of_nothing(rows, width):
+    x, w, dy = np.ones((*rows, width)), np.ones((3, width)), np.ones((*rows, 3))
+    np.testing.assert_array_equal(ops.linear(x, w), np.full((*rows, 3), width))
+    np.testing.assert_array_equal(ops.linear_input_grad(dy, w), np.full((*rows, width), 3))
+    np.testing.assert_array_equal(ops.linear_weight_grad(dy, x), np.full((3, width), np.prod(rows)))

@@ -93,4 +93,7 @@ def test_keep_mask_again_is_that_of_the_same_place_only():
     np.testing.assert_array_equal(keep_mask(stream(0, "m"), (9, 8), (slice(0, 6), slice(None)), 0.5), whole >= 1 << 31)
     for seed in range(600):
         keep_mask(stream(seed, "many"), (3,), None, 0.5)
+    keep_mask(stream(0, "large"), (module.SMALL + 1,), None, 0.5)
     assert len(module._remembered) <= module.REMEMBERED
+    assert sum(words.size for words in module._remembered.values()) <= module.REMEMBERED * module.SMALL
+    assert max(words.size for words in module._remembered.values()) <= module.SMALL

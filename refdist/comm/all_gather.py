@@ -227,6 +227,8 @@ def all_gather(comm: Comm, x: np.ndarray, axis: int = 0, algorithm: str | None =
         total = out.shape[axis]
     else:
         total = -1  # nobody knows yet
+    if comm.size == 1:
+        lengths, total = [length], length
     inner = math.prod(rest)
     call, _ = comm.recall(find, x, axis, algorithm, total, lengths is None)
     doubles = call.algorithm == "recursive_doubling" and not comm.size & (comm.size - 1)
@@ -239,7 +241,8 @@ def all_gather(comm: Comm, x: np.ndarray, axis: int = 0, algorithm: str | None =
     if axis != 0 and lengths is not None and comm.size > 1:
         return (yield from _along(call, x, axis, lengths, out))
     whole = out
-    if whole is None or axis != 0 or not whole.flags.c_contiguous or comm.overlaps(whole, x):
+    if (whole is None or axis != 0 or not whole.flags.c_contiguous or comm.overlaps(whole, x)
+            or (lengths is None and np.may_share_memory(whole, x))):  # what comes in would take the place of what goes out
         whole = np.empty_like(x, order="C", shape=(total, *rest))  # [axis, …]
     lead = x if axis == 0 else np.moveaxis(x, axis, 0)
     if comm.size == 1:

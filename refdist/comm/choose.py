@@ -9,7 +9,8 @@ last one of an operation fits always.
               ranks, and all of more than 64 KiB, are by algorithms that send as little as possible, so that traffic is that of
               the papers' formulas; among those the fastest
 
-``comm.table = Table.load(path)`` uses another one, on that group and all groups made from it. All ranks must use the same one.
+``comm.table = Table.load(path)`` uses another one, on that group and all groups made from it. All ranks must use the same one: a
+device is bound on all ranks of a group, or on none.
 """
 
 from __future__ import annotations

@@ -98,7 +98,10 @@ class Comm:
         return f"<Comm {self.axis}: rank {self.rank} of {self.size}, {self.transport.name}>"
 
     def bind(self, device: Device | None) -> Comm:
-        """The same group with its messages counted on ``device``, whose kernels progress this rank's Works."""
+        """The same group with its messages counted on ``device``, whose kernels progress this rank's Works.
+
+        All ranks bind a device, or none does: where messages are counted, other algorithms are picked (``choose.py``).
+        """
         if device is not None:
             transport = self.transport
             device.progress = lambda: progress(transport)

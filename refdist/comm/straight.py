@@ -208,6 +208,7 @@ class Straight:
                     whole[mine] = own
                 if described:
                     drive(self.transport, gathering.doubling_described(call, out, None, step, described[0]))
+                    call.step = 0  # it is used again
                     return
 
     def _double_sums(self, call: Call, partial: np.ndarray, total: np.ndarray, reduce: Reduce) -> None:

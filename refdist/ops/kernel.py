@@ -98,10 +98,10 @@ def row_blocks(
         flat.append(a)
         widest = max(widest, a.shape[1])
     first, step = flat[0], max(1, (elements or BLOCK) // widest)
+    if not first.size:
+        return ()
     if len(first) > step or narrow:
         return _row_blocks(flat, len(arrays), narrow, scratch, step)
-    if not len(first):
-        return ()
     if scratch:  # in one block
         dtype = accumulation_dtype(first)
         flat += [np.empty(first.shape, dtype) for _ in range(scratch)]

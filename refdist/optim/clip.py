@@ -35,6 +35,7 @@ def exact_squares(arrays: Iterable[np.ndarray]) -> np.ndarray:
         arrays: parts of gradients in which rows (along the last dimension) are whole.
     """
     digits = np.zeros(_DIGITS + 2, np.int64)
+    arrays = list(arrays)
     with np.errstate(over="ignore"):  # to infinity, which is counted
         sums = np.concatenate([np.zeros(0), *_row_sums(arrays)])
     finite = np.isfinite(sums)

@@ -11,7 +11,6 @@ passed over.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 import zlib
 from collections.abc import Mapping
@@ -68,17 +67,5 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        data: Any = value
-        kind = type(data).__dataclass_params__
-        try:
-            return _text_of_frozen(data) if kind.frozen and kind.eq else _text_of_fields(data)
-        except TypeError:  # it cannot be hashed
-            return _text_of_fields(value)
+        return _text({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     return ""
-
-
-def _text_of_fields(value: Any) -> str:
-    return _text({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-
-
-_text_of_frozen = functools.lru_cache(maxsize=64)(_text_of_fields)  # plans and configurations are asked for again and again
