@@ -50,7 +50,7 @@ def kernel(flops: Callable[..., int] | None = None) -> Callable[[F], F]:
 
 def empty_like(like: np.ndarray, shape: tuple[int, ...] | None = None, dtype: Any = None) -> np.ndarray:
     """An uninitialised C-ordered array of the kind of `like`; the default `empty` of every kernel."""
-    return np.empty(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)
+    return np.empty_like(like, dtype=dtype, order="C", subok=False, shape=like.shape if shape is None else shape)
 
 
 def accumulation_dtype(x: np.ndarray) -> np.dtype:
@@ -104,7 +104,7 @@ def row_blocks(
         return _row_blocks(flat, len(arrays), narrow, scratch, step)
     if scratch:  # in one block
         dtype = accumulation_dtype(first)
-        flat += [np.empty(first.shape, dtype) for _ in range(scratch)]
+        flat += [empty_like(first, None, dtype) for _ in range(scratch)]
     return (tuple(flat),)
 
 
